@@ -1,0 +1,74 @@
+"""The base of every service's configuration: one class per service, whose field docs are its --help.
+
+A field can be given as a flag (`--max-num-seqs 8`), as an environment variable (`TOKENLOOM_MAX_NUM_SEQS=8`) or left at its
+default, in this order. Booleans take `--flag` and `--no-flag`. `cli serve` joins the four classes into one command line and
+hands each service the flags it knows, so that a default stands in one place only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
+
+
+class ServiceConfig(BaseSettings):
+    """What every service can be told."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TOKENLOOM_",
+        cli_kebab_case=True,
+        cli_implicit_flags="dual",
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        extra="forbid",
+        frozen=True,
+    )
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message that is logged.")
+    log_format: Literal["console", "json"] = Field("json", description="`json`: one object a line; `console`: for people.")
+    otlp_endpoint: list[str] = Field(
+        default_factory=list,
+        description="OTLP/gRPC endpoint that receives this service's spans (http://host:4317); may be repeated. None: no traces.",
+    )
+    metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus endpoint (the gateway serves /metrics on its own port).")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint. 0: none.")
+    instance: str = Field("", description="Name of this process in logs, traces and metrics. Empty: made from service and pid.")
+
+
+def parse(config: type[ConfigT], args: Sequence[str], *, prog: str) -> ConfigT:
+    """Reads `args` and the environment into `config`. Prints help or the error and raises SystemExit as argparse does."""
+    patched = type(config.__name__, (config,), {"model_config": SettingsConfigDict(cli_prog_name=prog), "__doc__": config.__doc__})
+    try:
+        return CliApp.run(patched, cli_args=list(args))
+    except ValidationError as error:
+        for problem in error.errors():
+            flag = "--" + ".".join(str(part) for part in problem["loc"]).replace("_", "-")
+            print(f"{prog}: error: {flag}: {problem['msg']}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def to_args(config: ServiceConfig, fields: Sequence[str]) -> list[str]:
+    """The flags that make `parse` give the named fields the values they have in `config`; fields left at their default are left out."""
+    args: list[str] = []
+    for name in fields:
+        if name not in config.model_fields_set:
+            continue
+        flag, value = name.replace("_", "-"), getattr(config, name)
+        if isinstance(value, bool):
+            args.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            args.extend(f"--{flag}={item}" for item in value)
+        elif value is not None:
+            args.append(f"--{flag}={_text(value)}")
+    return args
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
