@@ -106,8 +106,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TokenloomErr
 
 def error_of(error: grpc.RpcError, *, unavailable: ErrorCode = ErrorCode.UNAVAILABLE) -> TokenloomError:
     """The error that a call ended with; one without details is mapped from its status (UNAVAILABLE to `unavailable`)."""
-    status = rpc_status.from_call(error) if isinstance(error, grpc.Call) else None
-    for detail in status.details if status else ():
+    for detail in _details(error):
         if detail.Is(common_pb2.Error.DESCRIPTOR):
             message = common_pb2.Error()
             detail.Unpack(message)
@@ -126,3 +125,12 @@ _FROM_STATUS = {
     grpc.StatusCode.UNIMPLEMENTED: ErrorCode.UNSUPPORTED,
     grpc.StatusCode.FAILED_PRECONDITION: ErrorCode.PROTOCOL_VIOLATION,
 }
+
+
+def _details(error: grpc.RpcError) -> Sequence[any_pb2.Any]:
+    # grpc_status reads calls, and an AioRpcError is none: the key is the one that gRPC reserves for google.rpc.Status.
+    metadata = error.trailing_metadata() if isinstance(error, grpc.aio.AioRpcError) else None
+    for key, value in metadata or ():
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            return status_pb2.Status.FromString(value).details
+    return ()
