@@ -132,5 +132,5 @@ def _details(error: grpc.RpcError) -> Sequence[any_pb2.Any]:
     metadata = error.trailing_metadata() if isinstance(error, grpc.aio.AioRpcError) else None
     for key, value in metadata or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            return status_pb2.Status.FromString(value).details
+            return list(status_pb2.Status.FromString(value).details)
     return ()

@@ -1,0 +1,166 @@
+"""What a result changes: requests advance, blocks are published, stops are found, failures are answered by a replay.
+
+A result is resolved through the stored plan of its batch number. Late, duplicate and foreign ones are counted and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from libs.blocks import BLOCK_SIZE, chain_hash
+from libs.errors import ErrorCode, TokenloomError
+from services.scheduler.core.plan import BatchOutcome, Delta, Effects, PlannedRow, RowOutcome, StepOutcome, StepPlan
+from services.scheduler.core.request import Ending, Request, RequestState
+from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.stopping import FinishReason
+
+_ROW_ERRORS = {
+    RowOutcome.DEAD_END: (ErrorCode.DEAD_END, "the constraint allows no further token"),
+    RowOutcome.NON_FINITE: (ErrorCode.NON_FINITE, "the model's output was not finite"),
+    RowOutcome.FAILED: (ErrorCode.STEP_FAILED, "the worker failed on this request"),
+}
+
+
+def apply(state: SchedulerState, group: Group, outcome: StepOutcome, now_ns: int) -> Effects:
+    """Applies one batch's outcome to all requests that stood in it."""
+    effects = Effects()
+    if outcome.epoch != group.epoch or not group.in_flight or outcome.number != group.in_flight[0].number:
+        state.counters.stale_results += 1
+        return effects
+    plan = group.in_flight.popleft()
+    if outcome.outcome is BatchOutcome.OK and len(outcome.rows) == len(outcome.tokens) == len(plan.rows):
+        _apply_ok(state, group, plan, outcome, now_ns, effects)
+    else:
+        _apply_failed(state, group, plan, outcome, now_ns, effects)
+    return effects
+
+
+def lose_group(state: SchedulerState, group: Group, now_ns: int, *, crashed: bool) -> Effects:
+    """The group's stream is gone: its requests return to the queue with what they have. `crashed`: the batch it was running is suspect."""
+    effects = Effects()
+    suspects = _live(group.in_flight[0]) if crashed and group.in_flight else []
+    for plan in group.in_flight:
+        _unresolve(plan)
+    group.in_flight.clear()
+    for request in list(group.running):
+        state.requeue(request, "migrated", now_ns)
+    del state.groups[group.name]
+    _accuse(state, group.name, suspects, now_ns, effects)
+    return effects
+
+
+def _apply_ok(state: SchedulerState, group: Group, plan: StepPlan, outcome: StepOutcome, now_ns: int, effects: Effects) -> None:
+    for block, name in plan.pending:
+        group.ledger.publish(block, name)
+    _unresolve(plan)
+    device_us = outcome.timings.forward_us + outcome.timings.sample_us
+    for row, row_outcome, tokens in zip(plan.rows, outcome.rows, outcome.tokens, strict=True):
+        if row.request.state is RequestState.ENDED:
+            continue
+        row.request.timeline.device_us += device_us
+        _apply_row(state, group, row, row_outcome, tokens, now_ns, effects)
+    group.ledger.resolve(plan.number)
+    state.quarantine.clear(row.request for row in plan.rows)
+    _recover_if_drained(state, group, now_ns, effects)
+
+
+def _apply_row(
+    state: SchedulerState,
+    group: Group,
+    row: PlannedRow,
+    outcome: RowOutcome,
+    tokens: Sequence[int],
+    now_ns: int,
+    effects: Effects,
+) -> None:
+    request = row.request
+    if outcome in _ROW_ERRORS:
+        code, message = _ROW_ERRORS[outcome]
+        state.finish(request, Ending(FinishReason.FAILED, error=TokenloomError(code, message)), now_ns, effects)
+    elif outcome is RowOutcome.NOT_RUN:
+        if request.residency is row.residency:
+            state.requeue(request, "not_run", now_ns)
+    elif len(tokens) != row.sample:
+        error = TokenloomError(ErrorCode.PROTOCOL_VIOLATION, f"a row with {int(row.sample)} samples returned {len(tokens)} tokens")
+        state.finish(request, Ending(FinishReason.FAILED, error=error), now_ns, effects)
+    else:
+        if request.residency is row.residency:
+            row.residency.computed = row.start + row.count
+        if tokens:
+            _accept_tokens(state, request, tokens, now_ns, effects)
+        if outcome is RowOutcome.CONSTRAINT_COMPLETE and request.state is not RequestState.ENDED:
+            state.finish(request, Ending(FinishReason.CONSTRAINT_COMPLETE), now_ns, effects)
+        _publish_outputs(group, request)
+
+
+def _accept_tokens(state: SchedulerState, request: Request, tokens: Sequence[int], now_ns: int, effects: Effects) -> None:
+    first = len(request.output_ids)
+    timeline = request.timeline
+    timeline.first_token_ns = timeline.first_token_ns or now_ns
+    timeline.last_token_ns = now_ns
+    for count, token in enumerate(tokens, 1):
+        request.output_ids.append(token)
+        stop = request.stops.push(token, request.output_ids)
+        if stop:
+            effects.deltas.append(Delta(request, first, tokens[:count]))
+            state.finish(request, Ending(stop.reason, stop=stop), now_ns, effects)
+            return
+    effects.deltas.append(Delta(request, first, tokens))
+
+
+def extend_names(request: Request) -> None:
+    """Names the blocks that have become full of confirmed tokens, so that they can be published and found after a preemption."""
+    while request.block_names and (len(request.block_names) + 1) * BLOCK_SIZE <= request.known:
+        start = len(request.block_names) * BLOCK_SIZE
+        ids = [request.token_at(position) for position in range(start, start + BLOCK_SIZE)]
+        request.block_names.append(chain_hash(request.block_names[-1], ids))
+
+
+def _publish_outputs(group: Group, request: Request) -> None:
+    if not request.cacheable:
+        return
+    extend_names(request)
+    residency = request.residency
+    if residency is None or residency.group != group.name:
+        return
+    for index in range(residency.published, min(residency.computed // BLOCK_SIZE, len(request.block_names))):
+        group.ledger.publish(residency.blocks[index], request.block_names[index])
+        residency.published = index + 1
+
+
+def _apply_failed(state: SchedulerState, group: Group, plan: StepPlan, outcome: StepOutcome, now_ns: int, effects: Effects) -> None:
+    group.ledger.withdraw(plan.number)
+    _unresolve(plan)
+    group.ledger.resolve(plan.number)
+    group.broken = True
+    if outcome.outcome is not BatchOutcome.NOT_RUN:
+        group.suspects = _live(plan)
+    _recover_if_drained(state, group, now_ns, effects)
+
+
+def _recover_if_drained(state: SchedulerState, group: Group, now_ns: int, effects: Effects) -> None:
+    """Once all batches behind a failed one have reported, every request of the group starts over from its confirmed tokens."""
+    if not group.broken or group.in_flight:
+        return
+    group.broken, group.chain_head = False, 0
+    for request in list(group.running):
+        state.requeue(request, "batch_failed", now_ns)
+    suspects, group.suspects = group.suspects, []
+    _accuse(state, group.name, [request for request in suspects if request.state is not RequestState.ENDED], now_ns, effects)
+
+
+def _accuse(state: SchedulerState, group: str, suspects: list[Request], now_ns: int, effects: Effects) -> None:
+    poison = state.quarantine.accuse(suspects, group)
+    if poison is not None:
+        error = TokenloomError(ErrorCode.POISON_REQUEST, "the worker failed each time it ran this request alone")
+        state.finish(poison, Ending(FinishReason.FAILED, error=error), now_ns, effects)
+
+
+def _live(plan: StepPlan) -> list[Request]:
+    return [row.request for row in plan.rows if row.request.state is not RequestState.ENDED]
+
+
+def _unresolve(plan: StepPlan) -> None:
+    for row in plan.rows:
+        row.request.unresolved -= 1
+        row.request.unresolved_samples -= row.sample

@@ -1,0 +1,122 @@
+"""What passes between planning, the wire and applying: plans, outcomes and effects, as plain data."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from libs.errors import TokenloomError
+from services.scheduler.core.request import Request, Residency
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """One sequence's share of a step: tokens [start, start + count), and whether the last position is sampled.
+
+    `residency` tells rows of an earlier admission apart. `new_blocks` are appended to the slot's block table before the row runs.
+    """
+
+    request: Request
+    residency: Residency
+    start: int
+    count: int
+    sample: bool
+    new_blocks: Sequence[int]
+    prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOpen:
+    """A sequence enters its slot in this batch: `computed` tokens lie in the cache already, in the slot's first `blocks`."""
+
+    request: Request
+    residency: Residency
+    computed: int
+    blocks: Sequence[int]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A batch: what one group does in step `number`. Results are resolved through it, never through slots."""
+
+    group: str
+    epoch: int
+    number: int
+    predecessor: int
+    rows: list[PlannedRow] = field(default_factory=list)
+    opens: list[PlannedOpen] = field(default_factory=list)
+    closes: list[int] = field(default_factory=list)
+    pending: list[tuple[int, bytes]] = field(default_factory=list)
+    planned_ns: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(row.count for row in self.rows)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether prefill and decode rows share the step."""
+        return any(row.prefill for row in self.rows) and not all(row.prefill for row in self.rows)
+
+
+class BatchOutcome(enum.Enum):
+    """What became of a batch as a whole."""
+
+    OK = "ok"
+    NOT_RUN = "not_run"
+    FAILED = "failed"
+
+
+class RowOutcome(enum.Enum):
+    """What became of one row of a batch that ran."""
+
+    OK = "ok"
+    CONSTRAINT_COMPLETE = "constraint_complete"
+    DEAD_END = "dead_end"
+    NON_FINITE = "non_finite"
+    NOT_RUN = "not_run"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """The worker's own account of a step, in microseconds."""
+
+    queued_us: int = 0
+    prepare_us: int = 0
+    forward_us: int = 0
+    sample_us: int = 0
+    total_us: int = 0
+    idle_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """A worker's answer to one batch: row outcomes and tokens in the order of the plan's rows."""
+
+    epoch: int
+    number: int
+    outcome: BatchOutcome
+    rows: Sequence[RowOutcome] = ()
+    tokens: Sequence[Sequence[int]] = ()
+    error: TokenloomError | None = None
+    timings: StepTimings = StepTimings()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output tokens of a request; `first_index` is the output index of the first."""
+
+    request: Request
+    first_index: int
+    tokens: Sequence[int]
+
+
+@dataclass(slots=True)
+class Effects:
+    """What the outside must learn after an event. An ended request's last delta is in `deltas` too."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)

@@ -1,0 +1,207 @@
+"""What runs in a group's next step, and why the rest waits.
+
+Three limits close the gap between what is computed and what is known: the token budget, sequences per step, and free blocks. Decodes come
+first (each is one token, and a client waits for it), then prompts that have begun, in the order of their admission, then the queue.
+Chunked prefill after Agrawal et al. 2024 ("Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve"); continuous batching
+after Yu et al. 2022 ("Orca").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from libs.blocks import BLOCK_SIZE, blocks_for
+from services.scheduler.core.ledger import Hit
+from services.scheduler.core.plan import PlannedOpen, PlannedRow, StepPlan
+from services.scheduler.core.request import Request, RequestEvent, RequestState, Residency, WaitReason
+from services.scheduler.core.state import Group, SchedulerState
+
+# Requests that may be passed over in one step because another one is computing their prefix right now.
+_MAX_ASIDE = 64
+
+
+def plan(state: SchedulerState, group: Group, now_ns: int) -> StepPlan | None:
+    """The next batch of `group`, or None when there is nothing to run or no batch may be sent now.
+
+    Changes the state as if the batch were on its way: blocks are taken, `planned` advances, requests are admitted or preempted.
+    """
+    isolated = state.quarantine.isolates(group.name, state.groups)
+    if not group.can_dispatch or group.broken or (isolated and group.in_flight):
+        return None
+    draft = _Draft(state, group, isolated, now_ns)
+    draft.add_running(prefills=False)
+    draft.add_running(prefills=True)
+    draft.admit_waiting()
+    return draft.finish()
+
+
+class _Draft:
+    """A batch in the making, with what is left of each limit."""
+
+    def __init__(self, state: SchedulerState, group: Group, isolated: bool, now_ns: int) -> None:
+        self._state, self._group, self._isolated, self._now = state, group, isolated, now_ns
+        self._budget = state.limits.max_tokens_per_step
+        self._number = group.last_number + 1
+        self._plan = StepPlan(group.name, group.epoch, self._number, group.chain_head, planned_ns=now_ns)
+
+    def finish(self) -> StepPlan | None:
+        """The plan, entered into the group's chain; None when it has no rows."""
+        if not self._plan.rows:
+            return None
+        group, counters = self._group, self._state.counters
+        self._plan.closes = sorted(group.closing)
+        group.closing.clear()
+        group.last_number = group.chain_head = self._number
+        group.in_flight.append(self._plan)
+        counters.steps += 1
+        counters.mixed_steps += self._plan.is_mixed
+        return self._plan
+
+    def add_running(self, *, prefills: bool) -> None:
+        """Rows for the requests that run already, decodes or prefills, in the order of their admission."""
+        for request in list(self._group.running):
+            if request.state is not RequestState.RUNNING or not request.remaining or request.is_prefill is not prefills:
+                continue
+            if not self._may_run(request):
+                request.wait(WaitReason.QUARANTINE, self._now)
+            elif self._budget < 1:
+                request.wait(WaitReason.TOKEN_BUDGET, self._now)
+            elif self._far_enough(request):
+                self._advance(request)
+
+    def _may_run(self, request: Request) -> bool:
+        return self._state.quarantine.may_run(request, isolated=self._isolated)
+
+    def _far_enough(self, request: Request) -> bool:
+        residency = request.residency
+        return residency is not None and (
+            not residency.last_batch or self._number - residency.last_batch >= self._group.feed_forward_distance
+        )
+
+    def _advance(self, request: Request) -> None:
+        residency = request.residency
+        count = self._chunk(request.remaining)
+        if residency is None or not count:
+            request.wait(WaitReason.TOKEN_BUDGET, self._now)
+            return
+        missing = max(0, blocks_for(residency.planned + count) - len(residency.blocks))
+        if missing and not self._make_room(request, residency, missing):
+            return
+        fresh = self._group.ledger.allocate(missing)
+        residency.blocks.extend(fresh)
+        self._add_row(request, residency, count, fresh)
+
+    def _chunk(self, wanted: int) -> int:
+        """Tokens of `wanted` that fit the budget; without chunked prefill all or none."""
+        if wanted <= self._budget:
+            return wanted
+        return self._budget if self._state.limits.chunked_prefill else 0
+
+    def _make_room(self, request: Request, residency: Residency, missing: int) -> bool:
+        """Frees blocks for a running request by preempting later ones. False: it skips this step, or was itself preempted."""
+        ledger = self._group.ledger
+        while ledger.available < missing:
+            if ledger.available + ledger.draining >= missing:
+                request.wait(WaitReason.DRAINING_BLOCKS, self._now)
+                return False
+            last = self._group.running[-1]
+            self._state.requeue(last, "preempted", self._now)
+            last.wait(WaitReason.NO_BLOCKS, self._now)
+            if last is request:
+                return False
+        return True
+
+    def _add_row(self, request: Request, residency: Residency, count: int, fresh: list[int]) -> None:
+        start, end = residency.planned, residency.planned + count
+        prefill = request.is_prefill
+        sample = end == request.planned_known
+        self._plan.rows.append(PlannedRow(request, residency, start, count, sample, fresh, prefill))
+        self._name_full_blocks(request, residency, end)
+        residency.planned, residency.last_batch = end, self._number
+        request.unresolved += 1
+        request.unresolved_samples += sample
+        request.timeline.steps += 1
+        if prefill:
+            request.timeline.note(RequestEvent("chunk", self._now, amount=count))
+        self._budget -= count
+
+    def _name_full_blocks(self, request: Request, residency: Residency, end: int) -> None:
+        for index in range(residency.published, min(end // BLOCK_SIZE, len(request.block_names))):
+            name = request.block_names[index]
+            self._group.ledger.name_pending(residency.blocks[index], name, self._number)
+            self._plan.pending.append((residency.blocks[index], name))
+            residency.published = index + 1
+
+    def admit_waiting(self) -> None:
+        """Admits from the queue while all three limits allow it; who must wait learns why."""
+        aside: list[Request] = []
+        for request in self._candidates(aside):
+            reason = self._admit(request)
+            if reason is None:
+                continue
+            request.wait(reason, self._now)
+            if reason is not WaitReason.PREFIX_IN_FLIGHT or len(aside) >= _MAX_ASIDE:
+                break
+            self._state.queue.remove(request)
+            aside.append(request)
+        for request in aside:
+            self._state.queue.push(request)
+
+    def _candidates(self, aside: list[Request]) -> Iterator[Request]:
+        """Waiting requests in the order in which they may be admitted."""
+        if self._isolated:
+            waiting = (request for request in self._state.quarantine.suspects if request.state is RequestState.WAITING)
+            yield from (request for request in list(waiting) if request not in aside)
+            return
+        while (request := self._state.queue.peek()) is not None and self._may_run(request):
+            yield request
+
+    def _admit(self, request: Request) -> WaitReason | None:
+        """Admits one request and plans its first row; otherwise says why not, and nothing has changed."""
+        if request.unresolved:
+            return WaitReason.UNRESOLVED
+        if self._budget < 1:
+            return WaitReason.TOKEN_BUDGET
+        if not self._group.free_slots or len(self._group.running) >= self._state.limits.max_sequences:
+            return WaitReason.NO_SLOT
+        hit = self._lookup(request)
+        if hit.next_is_pending:
+            return WaitReason.PREFIX_IN_FLIGHT
+        computed = len(hit.blocks) * BLOCK_SIZE
+        count = self._chunk(request.known - computed)
+        if not count:
+            return WaitReason.TOKEN_BUDGET
+        lacking = self._lacks_blocks(request, hit)
+        if lacking is not None:
+            return lacking
+        self._open(request, hit.blocks, computed, count)
+        return None
+
+    def _lookup(self, request: Request) -> Hit:
+        if not self._state.limits.prefix_caching or not request.cacheable:
+            return Hit([], False)
+        # At least the last known token is computed: its logits are what the next token is drawn from.
+        return self._group.ledger.lookup(request.block_names[: (request.known - 1) // BLOCK_SIZE])
+
+    def _lacks_blocks(self, request: Request, hit: Hit) -> WaitReason | None:
+        """Why the blocks for all known tokens cannot be had now; None: they can. Others that run keep a small reserve to grow into."""
+        ledger, group = self._group.ledger, self._group
+        reserve = max(1, ledger.num_blocks // 100) if group.running else 0
+        needed = blocks_for(request.known) - len(hit.blocks) + reserve
+        while ledger.spare_without(hit.blocks) < needed:
+            if ledger.spare_without(hit.blocks) + ledger.draining >= needed:
+                return WaitReason.DRAINING_BLOCKS
+            frozen = [other for other in group.running if not self._may_run(other)]
+            if not frozen:
+                return WaitReason.NO_BLOCKS
+            self._state.requeue(frozen[-1], "preempted", self._now)
+        return None
+
+    def _open(self, request: Request, hits: list[int], computed: int, count: int) -> None:
+        self._state.admit(request, self._group, hits, computed, self._now)
+        residency = request.residency
+        if residency is None:
+            raise ValueError(f"request {request.key} was admitted without a place")
+        residency.opened = True
+        self._plan.opens.append(PlannedOpen(request, residency, computed, tuple(residency.blocks)))
+        self._add_row(request, residency, count, [])

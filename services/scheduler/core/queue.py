@@ -1,0 +1,70 @@
+"""The waiting queue: who is next, decided by a policy, in O(log n).
+
+A preempted or migrated request comes back with the place of its arrival, so that nobody who came later overtakes it.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Callable, Iterator
+
+from services.scheduler.core.request import Request
+
+
+class Policy(enum.Enum):
+    """Order of the waiting queue (`--scheduling-policy`)."""
+
+    FCFS = "fcfs"
+
+
+_KEYS: dict[Policy, Callable[[Request], tuple[int, ...]]] = {
+    Policy.FCFS: lambda request: (request.arrival,),
+}
+
+
+class WaitingQueue:
+    """Waiting requests in the policy's order. Removal is lazy: an entry whose request has left is skipped when it comes up."""
+
+    def __init__(self, policy: Policy = Policy.FCFS) -> None:
+        self._key = _KEYS[policy]
+        self._heap: list[tuple[tuple[int, ...], int, Request]] = []
+        self._members: dict[Request, int] = {}
+        self._entries = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._members
+
+    def __iter__(self) -> Iterator[Request]:
+        """All waiting requests, in no particular order."""
+        return iter(self._members)
+
+    def push(self, request: Request) -> None:
+        """Adds a request at the place its key gives it."""
+        self._entries += 1
+        self._members[request] = self._entries
+        heapq.heappush(self._heap, (self._key(request), self._entries, request))
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out, wherever it stands."""
+        del self._members[request]
+
+    def peek(self) -> Request | None:
+        """The next request; None when nobody waits."""
+        while self._heap:
+            _, entry, request = self._heap[0]
+            if self._members.get(request) == entry:
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+    def pop(self) -> Request:
+        """Takes the next request. Raises IndexError when nobody waits."""
+        request = self.peek()
+        if request is None:
+            raise IndexError("the queue is empty")
+        self.remove(request)
+        return request

@@ -1,0 +1,209 @@
+"""A request from its arrival to its one ending.
+
+    prompt_ids                              output_ids
+    |---------------------------------------|-----------|~~~|
+    0            computed                    known       planned_known
+                    (KV written, confirmed)              (with samples in flight)
+
+`computed <= known <= planned_known`: every step closes the gap between what is computed and what is known. Chunked prefill,
+prefix hits, preemption and dispatch-ahead are all this one idea.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from libs.errors import TokenloomError
+from libs.sampling import SamplingParams
+from services.scheduler.core.stopping import FinishReason, Stop, StopTracker
+
+
+class RequestKey(NamedTuple):
+    """The mesh's own name of a request: gateway instance and that instance's counter."""
+
+    gateway: int
+    id: int
+
+    def __str__(self) -> str:
+        return f"{self.gateway:x}:{self.id}"
+
+
+class RequestState(enum.Enum):
+    """Where a request is. A preempted or migrated request is WAITING again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+TRANSITIONS = {
+    RequestState.WAITING: (RequestState.RUNNING, RequestState.ENDED),
+    RequestState.RUNNING: (RequestState.WAITING, RequestState.ENDED),
+    RequestState.ENDED: (),
+}
+
+
+class WaitReason(enum.Enum):
+    """Why a request does not run in this step."""
+
+    NEW = "new"
+    NO_WORKER = "no_worker"
+    TOKEN_BUDGET = "token_budget"
+    NO_SLOT = "no_slot"
+    NO_BLOCKS = "no_blocks"
+    DRAINING_BLOCKS = "draining_blocks"
+    PREFIX_IN_FLIGHT = "prefix_in_flight"
+    UNRESOLVED = "unresolved"
+    BEHIND = "behind_another"
+    QUARANTINE = "quarantine"
+
+
+class CancelReason(enum.Enum):
+    """Who asked for an early end."""
+
+    CLIENT_DISCONNECTED = "client_disconnected"
+    SLOW_READER = "slow_reader"
+    TIMEOUT = "timeout"
+    SESSION_LOST = "session_lost"
+    SHUTDOWN = "shutdown"
+    SIBLING_FAILED = "sibling_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """Something worth seeing in the request's trace."""
+
+    name: str
+    at_ns: int
+    detail: str = ""
+    amount: int = 0
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Instants (monotonic ns; 0: not yet) and sums of a request's life."""
+
+    received_ns: int
+    dispatched_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    ended_ns: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    device_us: int = 0
+    events: list[RequestEvent] = field(default_factory=list)
+
+    MAX_EVENTS = 128
+
+    def note(self, event: RequestEvent) -> None:
+        """Keeps an event for the trace; beyond MAX_EVENTS the later ones are dropped."""
+        if len(self.events) < self.MAX_EVENTS:
+            self.events.append(event)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ended."""
+
+    reason: FinishReason
+    stop: Stop | None = None
+    cancel: CancelReason | None = None
+    error: TokenloomError | None = None
+
+
+@dataclass(slots=True)
+class Residency:
+    """A running request's place in one worker group. A new one for every admission, so that rows of an older one are told apart.
+
+    `blocks` is the block table; the first `shared` came from the prefix cache. `computed`: tokens whose KV is confirmed; `planned`:
+    the same with all batches in flight; `last_batch`: the newest batch it stands in. `opened`: the worker has been told.
+    """
+
+    group: str
+    order: int
+    slot: int
+    blocks: list[int]
+    computed: int
+    planned: int
+    published: int
+    last_batch: int = 0
+    opened: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. Only the core changes it; the shell reads it.
+
+    `block_names` are the chained hashes of its full blocks known so far (empty and `cacheable` False: no cache). `unresolved`: rows in
+    flight, over all residencies; a request with unresolved rows is not admitted again. `crashes`: times a batch with this request alone in
+    it failed since its last progress.
+    """
+
+    key: RequestKey
+    attempt: int
+    arrival: int
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    stops: StopTracker
+    timeline: Timeline
+    output_ids: list[int] = field(default_factory=list)
+    block_names: list[bytes] = field(default_factory=list)
+    cacheable: bool = False
+    deadline_ns: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    state: RequestState = RequestState.WAITING
+    wait_reason: WaitReason = WaitReason.NEW
+    residency: Residency | None = None
+    unresolved: int = 0
+    unresolved_samples: int = 0
+    cached_tokens: int = 0
+    was_admitted: bool = False
+    crashes: int = 0
+    ending: Ending | None = None
+
+    @property
+    def known(self) -> int:
+        """Tokens whose ids are confirmed."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def planned_known(self) -> int:
+        """Upper bound of `known` once all batches in flight are resolved."""
+        return self.known + self.unresolved_samples
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether another output token may still be planned (PROTOCOL.md rule 5)."""
+        return len(self.output_ids) + self.unresolved_samples < self.stops.max_output
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that a step could compute now: 1 for a decode, more for a prefill, 0 when the rest is in flight or nothing may follow."""
+        if self.residency is None or not self.may_sample:
+            return 0
+        return self.planned_known - self.residency.planned
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether tokens beyond the one sampled last are still to be computed."""
+        return self.remaining > 1 or (self.residency is not None and self.residency.planned < len(self.prompt_ids))
+
+    def move(self, state: RequestState) -> None:
+        """Changes the state. Raises ValueError for a transition that the table does not know."""
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"request {self.key}: {self.state.value} -> {state.value}")
+        self.state = state
+
+    def wait(self, reason: WaitReason, now_ns: int) -> None:
+        """Remembers why it does not run in this step; changes of the reason are kept for the trace."""
+        if reason is not self.wait_reason:
+            self.wait_reason = reason
+            self.timeline.note(RequestEvent("waiting", now_ns, reason.value))
+
+    def token_at(self, position: int) -> int:
+        """The confirmed token at `position`, counted over prompt and output."""
+        prompt = len(self.prompt_ids)
+        return self.prompt_ids[position] if position < prompt else self.output_ids[position - prompt]

@@ -1,0 +1,272 @@
+"""The core's whole state, and the verbs that move one request: accept, admit, requeue, finish.
+
+Everything that a request holds (slot, blocks, place in queue) is given back in `_vacate`, whatever the reason; every ending passes
+`finish`, once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from libs.blocks import blocks_for
+from libs.errors import ErrorCode, TokenloomError
+from services.scheduler.core.ledger import BlockLedger
+from services.scheduler.core.plan import Effects, StepPlan
+from services.scheduler.core.quarantine import Quarantine
+from services.scheduler.core.queue import Policy, WaitingQueue
+from services.scheduler.core.request import (
+    CancelReason,
+    Ending,
+    Request,
+    RequestEvent,
+    RequestKey,
+    RequestState,
+    Residency,
+    WaitReason,
+)
+from services.scheduler.core.stopping import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step and the whole scheduler may hold: `max_tokens_per_step` is the token budget, `max_requests` bounds live requests."""
+
+    max_tokens_per_step: int
+    max_sequences: int
+    max_requests: int
+    max_model_len: int
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+
+
+@dataclass(slots=True)
+class Group:
+    """One worker group: its blocks, slots, running requests in the order of their admission, and the chain of batches in flight.
+
+    `chain_head`: the predecessor of the next batch (0: none). `broken`: a batch failed, and those behind it have not all reported;
+    `suspects` stood in it. `closing`: slots that the worker may forget.
+    """
+
+    name: str
+    epoch: int
+    ledger: BlockLedger
+    free_slots: list[int]
+    max_in_flight: int = 2
+    feed_forward_distance: int = 1
+    running: list[Request] = field(default_factory=list)
+    in_flight: deque[StepPlan] = field(default_factory=deque)
+    closing: set[int] = field(default_factory=set)
+    last_number: int = 0
+    chain_head: int = 0
+    broken: bool = False
+    suspects: list[Request] = field(default_factory=list)
+    admissions: int = 0
+
+    @classmethod
+    def new(cls, name: str, epoch: int, *, num_blocks: int, num_slots: int, max_in_flight: int = 2, distance: int = 1) -> Group:
+        """A group that has just attached: empty."""
+        return cls(name, epoch, BlockLedger(num_blocks), list(range(num_slots - 1, -1, -1)), max_in_flight, distance)
+
+    @property
+    def can_dispatch(self) -> bool:
+        """Whether another batch may be sent before an answer comes."""
+        return len(self.in_flight) < self.max_in_flight
+
+    def last_touch(self, residency: Residency) -> int:
+        """The newest batch in flight that may touch the residency's blocks; 0: none."""
+        return residency.last_batch if self.in_flight and residency.last_batch >= self.in_flight[0].number else 0
+
+    def check(self) -> None:
+        """The ledger's invariant against this group's block tables; slots against running requests. Raises LedgerError or ValueError."""
+        residencies = [request.residency for request in self.running if request.residency]
+        self.ledger.check(residency.blocks for residency in residencies)
+        used = [residency.slot for residency in residencies]
+        if len(set(used + self.free_slots)) != len(used) + len(self.free_slots):
+            raise ValueError("a slot is used twice")
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start. Conservation: admitted = finished + failed + cancelled + live, where live = len(SchedulerState.requests)."""
+
+    admitted: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    preemptions: int = 0
+    resumed: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    stale_results: int = 0
+    unknown_cancels: int = 0
+    steps: int = 0
+    mixed_steps: int = 0
+
+
+class SchedulerState:
+    """All requests of a shard, the queue, and the groups they run on."""
+
+    def __init__(self, limits: Limits, policy: Policy = Policy.FCFS) -> None:
+        self.limits = limits
+        self.requests: dict[RequestKey, Request] = {}
+        self.queue = WaitingQueue(policy)
+        self.groups: dict[str, Group] = {}
+        self.quarantine = Quarantine()
+        self.counters = Counters()
+        self._deadlines: list[tuple[int, int, Request]] = []
+        self._arrivals = 0
+
+    @property
+    def running(self) -> int:
+        """Requests that stand in a group."""
+        return sum(len(group.running) for group in self.groups.values())
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """The earliest deadline of a live request."""
+        while self._deadlines and self._deadlines[0][2].state is RequestState.ENDED:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def next_arrival(self) -> int:
+        """A number higher than that of every earlier arrival."""
+        self._arrivals += 1
+        return self._arrivals
+
+    def capacity_tokens(self) -> int | None:
+        """Longest sequence that every attached group can hold alone; None while there is none."""
+        return min((group.ledger.num_blocks for group in self.groups.values()), default=0) * 16 or None
+
+    def accept(self, request: Request) -> None:
+        """Takes a request into the queue. Raises TokenloomError (CANNOT_FIT, PROMPT_TOO_LONG, QUEUE_FULL) and takes nothing otherwise."""
+        total = len(request.prompt_ids) + request.stops.max_output
+        if request.stops.max_output < 1:
+            limit, prompt = self.limits.max_model_len, len(request.prompt_ids)
+            raise TokenloomError(ErrorCode.PROMPT_TOO_LONG, f"the prompt has {prompt} tokens; with one output token the limit is {limit}")
+        capacity = self.capacity_tokens()
+        if capacity is not None and blocks_for(total - 1) * 16 > capacity:
+            raise TokenloomError(ErrorCode.CANNOT_FIT, f"prompt and max_tokens need {total} tokens of KV cache; a worker holds {capacity}")
+        if len(self.requests) >= self.limits.max_requests:
+            raise TokenloomError(ErrorCode.QUEUE_FULL, f"{len(self.requests)} requests are live, the limit", retry_after_ms=1000)
+        self.requests[request.key] = request
+        self.counters.admitted += 1
+        if request.deadline_ns is not None:
+            heapq.heappush(self._deadlines, (request.deadline_ns, request.arrival, request))
+        self.queue.push(request)
+
+    def admit(self, request: Request, group: Group, hits: list[int], computed: int, now_ns: int) -> list[int]:
+        """Moves the head of the queue into `group`: hits first, then blocks for all known tokens. Returns the new blocks.
+
+        The caller has made sure that a slot and the blocks are there.
+        """
+        self.queue.remove(request)
+        group.ledger.hold(hits)
+        fresh = group.ledger.allocate(blocks_for(request.known) - len(hits))
+        group.admissions += 1
+        slot = group.free_slots.pop()
+        group.closing.discard(slot)
+        request.residency = Residency(
+            group.name, group.admissions, slot, [*hits, *fresh], computed=computed, planned=computed, published=len(hits)
+        )
+        request.move(RequestState.RUNNING)
+        group.running.append(request)
+        self._count_admission(request, computed, now_ns)
+        return fresh
+
+    def _count_admission(self, request: Request, computed: int, now_ns: int) -> None:
+        if request.was_admitted:
+            self.counters.resumed += 1
+            request.timeline.note(RequestEvent("resumed", now_ns, amount=computed))
+            return
+        request.was_admitted = True
+        request.timeline.dispatched_ns = now_ns
+        if request.cacheable:
+            request.cached_tokens = min(computed, len(request.prompt_ids))
+            self.counters.prefix_queries += len(request.prompt_ids)
+            self.counters.prefix_hits += request.cached_tokens
+
+    def requeue(self, request: Request, why: str, now_ns: int) -> None:
+        """Takes a running request back into the queue with all its confirmed tokens; its blocks are free once its batches are over."""
+        self._vacate(request)
+        request.move(RequestState.WAITING)
+        request.timeline.note(RequestEvent(why, now_ns))
+        if why == "preempted":
+            request.timeline.preemptions += 1
+            self.counters.preemptions += 1
+        self.queue.push(request)
+
+    def finish(self, request: Request, ending: Ending, now_ns: int, effects: Effects) -> None:
+        """Ends a live request; the only way out. Ending it twice is a bug and raises ValueError."""
+        if request.state is RequestState.WAITING:
+            self.queue.remove(request)
+        else:
+            self._vacate(request)
+        request.move(RequestState.ENDED)
+        request.ending = ending
+        request.timeline.ended_ns = now_ns
+        del self.requests[request.key]
+        self.quarantine.discard(request)
+        match ending.reason:
+            case FinishReason.CANCELLED | FinishReason.DEADLINE:
+                self.counters.cancelled += 1
+            case FinishReason.FAILED:
+                self.counters.failed += 1
+            case _:
+                self.counters.finished += 1
+        effects.ended.append(request)
+
+    def _vacate(self, request: Request) -> None:
+        residency = request.residency
+        if residency is None:
+            raise ValueError(f"request {request.key} holds no place")
+        group = self.groups[residency.group]
+        group.ledger.release(residency.blocks, after_batch=group.last_touch(residency))
+        group.free_slots.append(residency.slot)
+        if residency.opened:
+            group.closing.add(residency.slot)
+        group.running.remove(request)
+        request.residency = None
+
+    def cancel(self, key: RequestKey, reason: CancelReason, now_ns: int) -> Effects:
+        """Ends a request because somebody asked for it. An unknown one is counted and ignored."""
+        effects, request = Effects(), self.requests.get(key)
+        if request is None:
+            self.counters.unknown_cancels += 1
+            return effects
+        why = FinishReason.DEADLINE if reason is CancelReason.TIMEOUT else FinishReason.CANCELLED
+        self.finish(request, Ending(why, cancel=reason), now_ns, effects)
+        return effects
+
+    def expire(self, now_ns: int) -> Effects:
+        """Ends every request whose deadline has passed."""
+        effects = Effects()
+        while (deadline := self.next_deadline_ns) is not None and deadline <= now_ns:
+            request = heapq.heappop(self._deadlines)[2]
+            self.finish(request, Ending(FinishReason.DEADLINE), now_ns, effects)
+        return effects
+
+    def fail_all(self, requests: Iterable[Request], error: TokenloomError, now_ns: int) -> Effects:
+        """Ends the given live requests with an error."""
+        effects = Effects()
+        for request in list(requests):
+            self.finish(request, Ending(FinishReason.FAILED, error=error), now_ns, effects)
+        return effects
+
+    def wait_all(self, reason: WaitReason, now_ns: int) -> None:
+        """Gives every waiting request the same reason."""
+        for request in self.queue:
+            request.wait(reason, now_ns)
+
+    def check(self) -> None:
+        """Every invariant that ties the parts together, O(everything). Raises ValueError or LedgerError."""
+        for group in self.groups.values():
+            group.check()
+        places = sum(len(group.running) for group in self.groups.values()) + len(self.queue)
+        if places != len(self.requests):
+            raise ValueError(f"{len(self.requests)} live requests in {places} places")
+        counters = self.counters
+        if counters.admitted != counters.finished + counters.failed + counters.cancelled + len(self.requests):
+            raise ValueError(f"conservation is broken: {counters}, {len(self.requests)} live")
