@@ -1,0 +1,86 @@
+"""From a body to a typed request: malformed JSON, wrong types, unknown fields and features that are not built each get their own answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from libs.errors import ErrorCode, TokenloomError
+from libs.telemetry.logs import get_logger
+from services.gateway.api.fields import NO_EFFECT, REFUSED, REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, Neutral
+from services.gateway.api.types import ChatRequest, CompletionRequest, GenerationRequest
+
+# At most so many unknown names, of so many characters, go into a log line: a client chooses them.
+_MAX_NAMES, _MAX_NAME = 20, 64
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+
+_log = get_logger("gateway.api")
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+def decode_chat(body: bytes | bytearray) -> ChatRequest:
+    """The chat request in `body`. Raises TokenloomError MALFORMED_JSON, INVALID_REQUEST or UNSUPPORTED with the parameter at fault."""
+    return _decode(body, ChatRequest, REFUSED_IN_CHATS)
+
+
+def decode_completion(body: bytes | bytearray) -> CompletionRequest:
+    """The completion request in `body`. Raises as decode_chat does."""
+    return _decode(body, CompletionRequest, REFUSED_IN_COMPLETIONS)
+
+
+def _decode(body: bytes | bytearray, kind: type[RequestT], refused_too: Mapping[str, Neutral]) -> RequestT:
+    raw = _json_object(body)
+    unknown = []
+    for name, value in raw.items():
+        neutral = REFUSED.get(name) or refused_too.get(name)
+        if neutral is not None:
+            if value is not None and not neutral(value):
+                raise TokenloomError(ErrorCode.UNSUPPORTED, f"{name} is not supported by this server yet", param=name)
+        elif name not in kind.__struct_fields__ and name not in NO_EFFECT:
+            unknown.append(name[:_MAX_NAME])
+    if unknown:
+        _log.warning("unknown fields of a request are ignored", fields=unknown[:_MAX_NAMES], count=len(unknown))
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+
+
+def _json_object(body: bytes | bytearray) -> dict[str, Any]:
+    try:
+        raw = msgspec.json.decode(body)
+    except msgspec.ValidationError as error:
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"The request body is not acceptable: {_sentence(str(error))}") from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise TokenloomError(ErrorCode.MALFORMED_JSON, f"The request body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise TokenloomError(ErrorCode.MALFORMED_JSON, "The request body is nested too deeply") from None
+    if not isinstance(raw, dict):
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"The request body must be a JSON object, not {_json_name(raw)}")
+    return raw
+
+
+def _invalid(problem: str) -> TokenloomError:
+    path = _PATH.search(problem)
+    param = path[1] if path else ""
+    missing = _MISSING.search(problem)
+    if missing:
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return TokenloomError(ErrorCode.INVALID_REQUEST, f"{param} is required", param=param)
+    # msgspec writes `[...]` for the values of an object whose keys are the client's.
+    param = param.replace("[...]", "")
+    return TokenloomError(ErrorCode.INVALID_REQUEST, f"{param or 'request body'}: {_sentence(problem)}", param=param or None)
+
+
+def _sentence(problem: str) -> str:
+    text = _PATH.sub("", problem).replace("`", "")
+    return text[:1].lower() + text[1:]
+
+
+def _json_name(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

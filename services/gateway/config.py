@@ -1,0 +1,49 @@
+"""What the gateway can be told on its command line."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from libs.config import ServiceConfig
+
+
+class GatewayConfig(ServiceConfig):
+    """The OpenAI-compatible HTTP server of the mesh."""
+
+    host: str = Field("127.0.0.1", description="Address to serve HTTP on; 0.0.0.0 for every interface.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to serve HTTP on. 0: any free one (the log names it).")
+    uds: str = Field("", description="Path of a Unix socket to serve HTTP on instead of host and port. Empty: none.")
+    scheduler_address: str = Field("127.0.0.1:7002", description="gRPC address of the scheduler (unix:/path or host:port).")
+    tokenizer_address: list[str] = Field(
+        default_factory=lambda: ["127.0.0.1:7001"],
+        description="gRPC address of a tokenizer replica; may be repeated. Calls go to the one with the fewest outstanding.",
+    )
+    served_model_name: list[str] = Field(
+        default_factory=list,
+        description="Name clients ask for in `model`; may be repeated, the first is reported by default. None: `default`.",
+    )
+    api_key: list[str] = Field(default_factory=list, description="Key that /v1 requires as a bearer token; may be repeated. None: open.")
+    allowed_origins: list[str] = Field(default_factory=list, description="Origin that browsers may call from (CORS), or *. Repeatable.")
+    allowed_methods: list[str] = Field(default_factory=lambda: ["*"], description="Method that CORS allows, or *; may be repeated.")
+    allowed_headers: list[str] = Field(default_factory=lambda: ["*"], description="Header that CORS allows, or *; may be repeated.")
+    allow_credentials: bool = Field(False, description="Whether CORS allows cookies and authorization of the browser.")
+    max_body_bytes: int = Field(32 * 1024 * 1024, ge=1024, description="Largest request body, in bytes; a larger one is a 413.")
+    max_prompts: int = Field(256, ge=1, description="Most prompts in one completions request; more are a 400.")
+    request_timeout: float = Field(
+        0.0, ge=0, description="Seconds a request may take when it names no `timeout`, and the most it may ask for. 0: no limit."
+    )
+    slow_reader_timeout: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds a client may leave a full connection unread; then its request is cancelled and the connection cut.",
+    )
+    drain_timeout: float = Field(30.0, ge=0, description="Seconds for running requests to finish after SIGTERM; then they are cancelled.")
+    resume_timeout: float = Field(
+        30.0, ge=0, description="Seconds that live requests wait for a new session after the scheduler was lost; then they fail with a 503."
+    )
+    stats_interval: float = Field(10.0, ge=0, description="Seconds between lines of statistics in the log while there is traffic. 0: none.")
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names clients may ask for; never empty."""
+        return self.served_model_name or ["default"]

@@ -1,0 +1,122 @@
+"""The gateway's metrics, named as vLLM's users know them and seen from where the client stands."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from libs.telemetry.metrics import LATENCY_BUCKETS, STEP_BUCKETS, TOKEN_BUCKETS
+
+
+class GatewayMetrics:
+    """All metrics of one gateway process, in a registry of their own. Times are in seconds; `model_name` is the first served name."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model_name}
+        self._latencies()
+        self._requests()
+        self._mesh()
+
+    def _latencies(self) -> None:
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds",
+            "Request read to first token received. High: compare request_stage_seconds; queue -> capacity, tokenize -> tokenizer pool.",
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds",
+            "Between a request's successive token deliveries. A long tail: prefills stall decodes; lower max_num_batched_tokens.",
+            STEP_BUCKETS,
+        )
+        self.time_per_output_token = self._histogram(
+            "time_per_output_token_seconds",
+            "Mean time of a finished request's tokens after the first. High: fewer concurrent sequences (max_num_seqs) or more workers.",
+            STEP_BUCKETS,
+        )
+        self.e2e_latency = self._histogram(
+            "e2e_request_latency_seconds", "Request read to last byte sent. Rises with output length; compare with its stages."
+        )
+        self.stage = Histogram(
+            "tokenloom:request_stage_seconds",
+            "Where finished requests spent their time; the stages add up to e2e_request_latency_seconds. Mend the largest first.",
+            ["model_name", "stage"],
+            buckets=LATENCY_BUCKETS,
+            registry=self.registry,
+        )
+        self.tokenizer_call = self._histogram(
+            "tokenizer_call_seconds", "Round trip of an encode call. High with a low encode time: raise tokenizer_pool_size or replicas."
+        )
+
+    def _requests(self) -> None:
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests. The rate is the prefill load.")
+        self.generation_tokens = self._counter("generation_tokens", "Output tokens of ended requests. The rate is the throughput.")
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt length of ended requests. Long tails want chunked prefill and prefix caching.", TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Output length of ended requests. Near max_model_len: clients set no max_tokens.", TOKEN_BUCKETS
+        )
+        self.success = self._counter(
+            "request_success", "Sequences finished, by reason. `length` rising: raise max_tokens.", "finished_reason"
+        )
+        self.cancelled = self._counter(
+            "request_cancelled", "Sequences cancelled, by reason. client_disconnected rising: clients give up; look at TTFT.", "reason"
+        )
+        self.rejected = self._counter(
+            "request_rejected", "Requests answered with an error, by its label. over_window, queue_full: add capacity.", "reason"
+        )
+        self.http_requests = Counter(
+            "tokenloom:http_requests",
+            "HTTP responses by route and status. Watch 5xx; 499 means the client left before the answer.",
+            ["path", "status"],
+            registry=self.registry,
+        )
+        self.open_streams = Gauge(
+            "tokenloom:gateway_open_streams",
+            "Generation requests open at this gateway. Compare with num_requests_running + num_requests_waiting.",
+            registry=self.registry,
+        )
+
+    def _mesh(self) -> None:
+        self.session_up = Gauge(
+            "tokenloom:gateway_session_up",
+            "1 while the scheduler's session stands. 0: requests wait or get 503.",
+            registry=self.registry,
+        )
+        self.session_losses = Counter(
+            "tokenloom:gateway_session_losses",
+            "Sessions lost, live requests resubmitted. Look at the scheduler.",
+            registry=self.registry,
+        )
+        self.resumed = Counter(
+            "tokenloom:gateway_resumed_requests",
+            "Requests resubmitted with the tokens they had. Clients saw a pause, no error.",
+            registry=self.registry,
+        )
+        self.stray = Counter(
+            "tokenloom:gateway_stray_messages",
+            "Deltas, endings and frames of unknown or earlier owners, ignored. A few after losses are normal.",
+            ["kind"],
+            registry=self.registry,
+        )
+        self.tokenizer_failures = Counter(
+            "tokenloom:gateway_tokenizer_failures",
+            "Failed calls by replica address; each was tried on another replica. One address rising: replace that replica.",
+            ["address"],
+            registry=self.registry,
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
+        family = Histogram(f"tokenloom:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+        return family.labels(**self._labels)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        family = Counter(f"tokenloom:{name}", text, ["model_name", *labels], registry=self.registry)
+        return family if labels else family.labels(**self._labels)
+
+    def labelled(self, counter: Counter, **labels: str) -> Counter:
+        """The child of a counter that has further labels beside the model's name."""
+        return counter.labels(**self._labels, **labels)
+
+    def observe_stage(self, stage: str, seconds: float) -> None:
+        """Records the time of one stage of one request."""
+        self.stage.labels(**self._labels, stage=stage).observe(seconds)

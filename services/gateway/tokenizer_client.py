@@ -1,0 +1,152 @@
+"""The tokenizer replicas as one: balanced by outstanding calls, retried elsewhere, a failing replica left alone for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+
+from libs.clock import Clock
+from libs.errors import ErrorCode, TokenloomError
+from libs.rpc import connect, error_of
+from libs.telemetry.logs import get_logger
+from libs.text.table import TextTable
+from services.gateway.metrics import GatewayMetrics
+from tokenloom.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+# Seconds that a replica is left alone after its first, second, ... failure in a row.
+CIRCUIT_OPEN = (0.25, 0.5, 1.0, 2.0, 5.0)
+# Seconds. Unary calls of the client itself (table, describe); encode calls have the request's deadline or ENCODE_TIMEOUT.
+CONTROL_TIMEOUT = 10.0
+ENCODE_TIMEOUT = 60.0
+# Seconds between attempts to get the text table.
+TABLE_RETRY = 0.25
+
+_log = get_logger("gateway.tokenizer")
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One address, its load and its circuit. `closed_again_ns` is when it may be tried after failures (monotonic)."""
+
+    address: str
+    channel: grpc.aio.Channel
+    stub: tokenizer_pb2_grpc.TokenizerServiceStub
+    outstanding: int = 0
+    failures: int = 0
+    closed_again_ns: int = 0
+
+
+class TokenizerClient:
+    """Encodes through whichever replica is least busy, and keeps the text table.
+
+    `expected_fingerprint` says which tokenizer the workers' model wants (empty: not known yet).
+    """
+
+    def __init__(self, addresses: Sequence[str], clock: Clock, metrics: GatewayMetrics, expected_fingerprint: Callable[[], str]) -> None:
+        self._replicas = [self._replica(address) for address in addresses]
+        self._clock, self._metrics, self._expected = clock, metrics, expected_fingerprint
+        self._turn = 0
+        self.table: TextTable | None = None
+
+    @staticmethod
+    def _replica(address: str) -> Replica:
+        channel = connect(address)
+        return Replica(address, channel, tokenizer_pb2_grpc.TokenizerServiceStub(channel))
+
+    async def close(self) -> None:
+        """Closes all channels."""
+        await asyncio.gather(*(replica.channel.close() for replica in self._replicas))
+
+    async def encode(
+        self, request: tokenizer_pb2.EncodeRequest, *, timeout: float | None, traceparent: str
+    ) -> tokenizer_pb2.EncodeResponse:
+        """Renders and encodes one prompt. `timeout` is in seconds (None: a minute).
+
+        Raises TokenloomError: what the tokenizer refused, TOKENIZER_BUSY when every replica's queue is full, TOKENIZER_UNAVAILABLE
+        when none can be reached, DEADLINE_EXCEEDED.
+        """
+        metadata = (("traceparent", traceparent),) if traceparent else ()
+        began = self._clock.monotonic_ns()
+
+        async def call(replica: Replica) -> tokenizer_pb2.EncodeResponse:
+            response: tokenizer_pb2.EncodeResponse = await replica.stub.Encode(  # type: ignore[misc]
+                request, timeout=ENCODE_TIMEOUT if timeout is None else timeout, metadata=metadata
+            )
+            if self.table is not None and response.tokenizer_fingerprint != self.table.fingerprint:
+                raise TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, f"the tokenizer at {replica.address} serves another tokenizer")
+            return response
+
+        response = await self._anywhere(call)
+        self._metrics.tokenizer_call.observe((self._clock.monotonic_ns() - began) / 1e9)
+        return response
+
+    async def load_table(self) -> None:
+        """Fetches the text table until it is the one of the workers' model, and again when that changes. Runs until cancelled."""
+        while True:
+            wanted = self._expected()
+            if self.table is None or (wanted and wanted != self.table.fingerprint):
+                await self._try_table(wanted)
+            await asyncio.sleep(TABLE_RETRY)
+
+    async def _try_table(self, wanted: str) -> None:
+        async def call(replica: Replica) -> TextTable:
+            message: tokenizer_pb2.GetTextTableResponse = await replica.stub.GetTextTable(  # type: ignore[misc]
+                tokenizer_pb2.GetTextTableRequest(), timeout=CONTROL_TIMEOUT
+            )
+            # 50 thousand slices: off the loop, which is serving other requests when a tokenizer is exchanged.
+            return await asyncio.to_thread(TextTable.from_proto, message)
+
+        try:
+            table = await self._anywhere(call)
+        except (TokenloomError, ValueError) as error:
+            _log.debug("the text table is not there yet", error=str(error))
+            return
+        if self.table is None or table.fingerprint == wanted:
+            self.table = table
+            _log.info("text table loaded", tokenizer=table.fingerprint[:12], vocab_size=table.vocab_size, verified=table.verified)
+
+    async def _anywhere(self, call: Callable[[Replica], Awaitable[_T]]) -> _T:
+        """Makes a call at the best replica; tries the others, each once, when that one is unreachable or full."""
+        tried: set[Replica] = set()
+        problem = TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, "no tokenizer is configured", retry_after_ms=1000)
+        while (replica := self._pick(tried)) is not None:
+            tried.add(replica)
+            replica.outstanding += 1
+            try:
+                result = await call(replica)
+            except (grpc.RpcError, TokenloomError) as error:
+                problem = error if isinstance(error, TokenloomError) else error_of(error, unavailable=ErrorCode.TOKENIZER_UNAVAILABLE)
+                if not problem.code.spec.retryable:
+                    raise problem from None
+                self._failed(replica, problem)
+            else:
+                replica.failures = 0
+                return result
+            finally:
+                replica.outstanding -= 1
+        raise TokenloomError(problem.code, problem.message, retry_after_ms=problem.retry_after_ms or 1000)
+
+    def _pick(self, tried: set[Replica]) -> Replica | None:
+        """The least busy replica not yet tried; those with an open circuit come last, the one that closes soonest first."""
+        now = self._clock.monotonic_ns()
+        self._turn += 1
+        count = len(self._replicas)
+        # The turn rotates ties: equal replicas take calls in a circle.
+        order = [self._replicas[(self._turn + offset) % count] for offset in range(count)]
+        fresh = [replica for replica in order if replica not in tried]
+        return min(fresh, key=lambda replica: (max(replica.closed_again_ns - now, 0), replica.outstanding), default=None)
+
+    def _failed(self, replica: Replica, problem: TokenloomError) -> None:
+        if problem.code is ErrorCode.TOKENIZER_BUSY:
+            return
+        pause = CIRCUIT_OPEN[min(replica.failures, len(CIRCUIT_OPEN) - 1)]
+        replica.failures += 1
+        replica.closed_again_ns = self._clock.monotonic_ns() + round(pause * 1e9)
+        self._metrics.tokenizer_failures.labels(address=replica.address).inc()
+        if replica.failures == 1:
+            _log.warning("a tokenizer replica fails", address=replica.address, error=problem.message)
