@@ -52,7 +52,7 @@ class LlamaConfig:
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> LlamaConfig:
-        """Reads a config.json. Raises TokenloomError(UNSUPPORTED) naming what this version cannot serve, INVALID_REQUEST on a broken file."""
+        """Reads a config.json. Raises TokenloomError: UNSUPPORTED names what this version cannot serve, INVALID_REQUEST what is broken."""
         _refuse_unsupported(config)
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
