@@ -1,0 +1,62 @@
+"""The `tokenloom` command. Each subcommand's module is loaded when it is called: `trace` needs no model library, `--version` nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+
+# The one lazy registry of the command line: what is imported for which command.
+_MODULES = {"serve": "cli.serve", "trace": "cli.trace"}
+
+app = typer.Typer(name="tokenloom", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(_MODULES[command])
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tokenloom {version('tokenloom')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Language-model serving as a mesh of four services."""
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    short_help="Serve a model on this machine: the whole mesh as local processes.",
+)
+def serve(context: typer.Context) -> None:
+    """Serve a model on this machine. Its flags are the services' own; `tokenloom serve --help` lists them."""
+    raise typer.Exit(_module("serve").main(context.args))
+
+
+@app.command()
+def trace(
+    request_id: Annotated[str, typer.Argument(help="A response's id (chatcmpl-...), its x-request-id, or a trace id.")],
+    port: Annotated[int, typer.Option(envvar="TOKENLOOM_PORT", help="Port of the mesh whose traces are read.")] = 8000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the waterfall.")] = False,
+) -> None:
+    """Show where one request's time went: its spans through all services, with gaps, shares and events."""
+    raise typer.Exit(_module("trace").main(request_id, port=port, as_json=as_json))
+
+
+def main() -> None:
+    """Entry point of the `tokenloom` script."""
+    app()
+
+
+if __name__ == "__main__":
+    sys.exit(app())

@@ -1,0 +1,124 @@
+"""What a local mesh consists of: for each service its process, addresses, ports and flags, derived from the user's options.
+
+gateway (HTTP on --port) --unix--> scheduler --unix--> worker
+                         --unix--> tokenizer           every service --unix--> traces (OTLP)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli.child import ServiceSpec
+from cli.flags import SERVICES, ServeOptions, service_config
+from cli.ports import choose
+from cli.rundir import RunDirectory
+from libs.config import ServiceConfig, to_args
+from libs.errors import ErrorCode, TokenloomError
+from libs.models.catalog import DEFAULT_MODEL
+from services.gateway.config import GatewayConfig
+
+# Flags whose values must not show in the process list; they travel in the environment.
+SECRETS = ("api_key",)
+METRICS_HOST = "127.0.0.1"
+# Beyond the time that a service gives its own work at the end: closing streams, exporting the last spans.
+_STOP_MARGIN_SECONDS = 5.0
+_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The plan of a local mesh. `specs` stand in the order in which the services end."""
+
+    specs: tuple[ServiceSpec, ...]
+    gateway: GatewayConfig
+    metrics_urls: Mapping[str, str]
+    run_directory: Path
+
+
+def served_names(given: Sequence[str], model: str, directory: Path) -> list[str]:
+    """What clients may call the model: the names given, or the default model's name, the hub id, or the directory's name."""
+    if given:
+        return list(given)
+    if not model:
+        return [DEFAULT_MODEL.name]
+    return [directory.name if model == DEFAULT_MODEL.name or Path(model).exists() else model]
+
+
+def otlp_endpoints(options: ServeOptions, run_directory: RunDirectory) -> list[str]:
+    """Where spans go: the built-in store, what the user named, and the endpoint of OpenTelemetry's own variables.
+
+    Raises TokenloomError when those variables ask for OTLP over HTTP.
+    """
+    found = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
+    if found and protocol != "grpc":
+        raise TokenloomError(ErrorCode.UNSUPPORTED, f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: spans are exported over OTLP/gRPC only")
+    endpoints = [run_directory.socket("traces"), *options.otlp_endpoint, *([found] if found else [])]
+    return list(dict.fromkeys(endpoints))
+
+
+def plan(options: ServeOptions, model: Path, port: int, log_format: str, run_directory: RunDirectory) -> Mesh:
+    """The processes that serve `model` on `port`. Raises TokenloomError when a service would refuse its flags."""
+    ports: dict[str, int] = {}
+    for offset, name in enumerate(("scheduler", "worker", "tokenizer"), 1):
+        ports[name] = choose(METRICS_HOST, port + offset, (port, *ports.values()))
+    endpoints = otlp_endpoints(options, run_directory)
+    names = served_names(getattr(options, "served_model_name", []), options.model, model)
+    configs = {
+        name: service_config(
+            config,
+            options,
+            **_decided(name, run_directory),
+            model=str(model),
+            port=port,
+            served_model_name=names,
+            metrics_host=METRICS_HOST,
+            metrics_port=ports.get(name, 0),
+            otlp_endpoint=endpoints,
+            log_format=log_format,
+        )
+        for name, config in SERVICES.items()
+    }
+    gateway = configs["gateway"]
+    assert isinstance(gateway, GatewayConfig)
+    seconds = {"gateway": gateway.drain_timeout + _STOP_MARGIN_SECONDS}
+    specs = [_spec(name, config, seconds.get(name, _STOP_SECONDS)) for name, config in configs.items()]
+    return Mesh(
+        specs=(*specs, _traces(options, log_format, run_directory)),
+        gateway=gateway,
+        metrics_urls={name: f"http://{METRICS_HOST}:{port}/metrics" for name, port in ports.items()},
+        run_directory=run_directory.path,
+    )
+
+
+def _decided(name: str, run_directory: RunDirectory) -> dict[str, object]:
+    """Where the service listens and whom it dials; a service that has no such flag does not get it."""
+    return {
+        "listen": run_directory.socket(name),
+        "instance": f"{name}-0",
+        "store": str(run_directory.path / "store.db"),
+        "scheduler_address": run_directory.socket("scheduler"),
+        "tokenizer_address": [run_directory.socket("tokenizer")],
+    }
+
+
+def _spec(name: str, config: ServiceConfig, stop_seconds: float) -> ServiceSpec:
+    flags = to_args(config, [field for field in type(config).model_fields if field not in SECRETS])
+    # -P: a folder called `services` where the user happens to stand must not be imported.
+    command = (sys.executable, "-P", "-m", f"services.{name}", *flags)
+    return ServiceSpec(name, command, stop_seconds, env=_secrets(config))
+
+
+def _secrets(config: ServiceConfig) -> dict[str, str]:
+    return {f"TOKENLOOM_{name.upper()}": json.dumps(getattr(config, name)) for name in SECRETS if name in config.model_fields_set}
+
+
+def _traces(options: ServeOptions, log_format: str, run_directory: RunDirectory) -> ServiceSpec:
+    flags = (f"--listen={run_directory.socket('traces')}", f"--database={run_directory.path / 'traces.db'}")
+    logs = (f"--log-level={options.log_level}", f"--log-format={log_format}")
+    return ServiceSpec("traces", (sys.executable, "-P", "-m", "cli.trace_receiver", *flags, *logs), essential=False)

@@ -1,0 +1,87 @@
+"""A trace as a waterfall for the terminal: one row per span with its place in the whole, gaps between stages, and events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from libs.telemetry.trace_store import StoredSpan
+from libs.telemetry.trace_tree import Gap, SpanNode, build_tree, whole_ns
+
+# A gap is shown when it is this much of the whole, or this long (ns): smaller ones are the clocks' own grain.
+_GAP_SHARE, _GAP_NS = 0.01, 1_000_000
+_MAX_EVENTS = 12
+_COLOURS = {"gateway": "blue", "tokenizer": "cyan", "scheduler": "yellow", "worker": "green"}
+_EIGHTHS = "▏▎▍▌▋▊▉█"
+
+
+def render(spans: Sequence[StoredSpan], width: int) -> RenderableType:
+    """The waterfall of one trace, for a terminal `width` columns wide."""
+    start_ns, end_ns = whole_ns(spans)
+    whole = max(end_ns - start_ns, 1)
+    bar = max(width - 78, 16)
+    table = Table(box=None, padding=(0, 1), expand=False)
+    for title, justify in (("span", "left"), ("service", "left"), ("at", "right"), ("took", "right"), ("share", "right"), ("", "left")):
+        table.add_column(title, justify=justify, no_wrap=True, max_width=44 if title == "span" else None)  # type: ignore[arg-type]
+    for row in build_tree(spans):
+        if isinstance(row, SpanNode):
+            _add_span(table, row, start_ns, whole, bar)
+        else:
+            _add_gap(table, row, start_ns, whole)
+    return Group(_heading(spans, whole), table)
+
+
+def _heading(spans: Sequence[StoredSpan], whole: int) -> Text:
+    names = sorted({name for span in spans for name in span.request_ids()})
+    text = Text.assemble(("trace ", "dim"), (spans[0].trace_id, "bold"), f"  {duration(whole)}")
+    if names:
+        text.append(f"\n{'  '.join(names)}", style="dim")
+    return text
+
+
+def _add_span(table: Table, node: SpanNode, start_ns: int, whole: int, bar: int) -> None:
+    span, indent, service = node.span, "  " * node.depth, node.span.service.removeprefix("tokenloom-")
+    colour = _COLOURS.get(service, "white")
+    took = span.end_ns - span.start_ns
+    table.add_row(
+        Text(indent + span.name, style="bold red" if span.error is not None else ""),
+        Text(service, style=colour),
+        duration(span.start_ns - start_ns),
+        duration(took),
+        f"{took / whole:.1%}",
+        Text(_bar((span.start_ns - start_ns) / whole, took / whole, bar), style=colour),
+    )
+    if span.error is not None:
+        table.add_row(Text(f"{indent}  error: {span.error}", style="red"))
+    for event in span.events[:_MAX_EVENTS]:
+        details = " ".join(f"{key.removeprefix('tokenloom.')}={value}" for key, value in event.attributes.items())
+        cells = (f"{indent}  · {event.name}", "", duration(event.unix_ns - start_ns), "", "", details)
+        table.add_row(*(Text(cell, style="dim") for cell in cells))
+    if len(span.events) > _MAX_EVENTS:
+        table.add_row(Text(f"{indent}  · {len(span.events) - _MAX_EVENTS} more events (--json)", style="dim"))
+
+
+def _add_gap(table: Table, gap: Gap, start_ns: int, whole: int) -> None:
+    took = gap.end_ns - gap.start_ns
+    if took >= _GAP_NS or took >= _GAP_SHARE * whole:
+        cells = (f"{'  ' * gap.depth}(gap)", "", duration(gap.start_ns - start_ns), duration(took), f"{took / whole:.1%}", "")
+        table.add_row(*(Text(cell, style="dim italic") for cell in cells))
+
+
+def _bar(offset: float, share: float, width: int) -> str:
+    """A bar over `width` columns that begins at `offset` and covers `share` of the whole (both 0..1), at least a hair wide."""
+    begin = min(max(offset, 0.0), 1.0) * width
+    length = max(min(share, 1.0) * width, 0.125)
+    full, rest = divmod(round(min(length, width - int(begin)) * 8), 8)
+    return " " * min(int(begin), width - 1) + "█" * full + (_EIGHTHS[rest - 1] if rest else "")
+
+
+def duration(nanoseconds: float) -> str:
+    """A duration in the unit that reads best: µs, ms or s."""
+    magnitude = abs(nanoseconds)
+    if magnitude < 1_000_000:
+        return f"{nanoseconds / 1000:.0f} µs"
+    return f"{nanoseconds / 1_000_000:.2f} ms" if magnitude < 1_000_000_000 else f"{nanoseconds / 1_000_000_000:.2f} s"
