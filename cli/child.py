@@ -51,30 +51,33 @@ class Child:
 
     async def run(self) -> int:
         """Starts the process and returns its exit code (negative: the signal that ended it). Raises OSError when it cannot start."""
+        reader, transport, writing_end = await _open_pipe()
         try:
             process = self._process = await asyncio.create_subprocess_exec(
                 *self.spec.command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdout=writing_end,
+                stderr=writing_end,
                 start_new_session=True,
                 env={**os.environ, **self.spec.env, PARENT_PID: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
             )
-        except OSError:
+        except BaseException:
             self._ended.set()
+            transport.close()
             raise
         finally:
+            os.close(writing_end)
             self._spawned.set()
-        assert process.stdout is not None
-        reader = asyncio.create_task(self._forward(process.stdout))
+        forwarding = asyncio.create_task(self._forward(reader))
         try:
             code = await process.wait()
             self._signal_group(signal.SIGKILL)  # helpers that the service left behind
-            await asyncio.wait([reader], timeout=_DRAIN_SECONDS)
+            await asyncio.wait([forwarding], timeout=_DRAIN_SECONDS)
             return code
         finally:
             self._ended.set()
-            reader.cancel()
+            forwarding.cancel()
+            transport.close()
 
     async def stop(self) -> bool:
         """SIGTERM, and SIGKILL to the whole group after `stop_seconds`. Returns whether the process ended by itself.
@@ -120,6 +123,18 @@ class Child:
         if text:
             self.tail.append(text)
             self._on_line(self.spec.name, text)
+
+
+async def _open_pipe() -> tuple[asyncio.StreamReader, asyncio.ReadTransport, int]:
+    """A pipe's reading end as a stream and its writing end as a file descriptor.
+
+    asyncio's own PIPE would make `wait` wait for the end of the output too, which a helper of a dead service holds open.
+    """
+    reading_end, writing_end = os.pipe()
+    reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(reading_end, "rb"))
+    return reader, transport, writing_end
 
 
 def describe_exit(code: int) -> str:
