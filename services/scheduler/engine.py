@@ -1,0 +1,399 @@
+"""The shell's heart: one object, one thread, no awaiting. Messages come in as calls, the core decides, messages go out to queues.
+
+On a result: apply, plan, send, and only then deltas, metrics and spans (PROTOCOL.md rule 26). It holds what the core must not know:
+which session a request came from, its trace, clocks and timers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from libs.clock import Clock
+from libs.errors import ErrorCode, TokenloomError
+from libs.packing import count_ids
+from libs.rpc import PROTOCOL_VERSION
+from libs.telemetry.logs import get_logger
+from libs.telemetry.tracing import TraceParent, Tracer
+from libs.text.table import TextTable
+from services.scheduler import convert, spans
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.convert import WireTrace
+from services.scheduler.core.apply import apply, lose_group
+from services.scheduler.core.pacing import StepPredictor
+from services.scheduler.core.plan import Effects, StepPlan
+from services.scheduler.core.planner import plan
+from services.scheduler.core.queue import Policy
+from services.scheduler.core.request import CancelReason, Ending, RequestKey, Residency, WaitReason
+from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.stopping import StopRules
+from services.scheduler.facts import check_fit, limits_of, model_facts
+from services.scheduler.leadership import Leadership
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.sessions import GatewaySession
+from services.scheduler.spans import RequestTrace
+from services.scheduler.workers import WorkerLink
+from tokenloom.scheduler.v1 import scheduler_pb2
+from tokenloom.worker.v1 import worker_pb2
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Client:
+    """Where a request's output goes, and where its spans hang."""
+
+    session: GatewaySession
+    trace: RequestTrace | None
+
+
+@dataclass(slots=True)
+class _Pace:
+    """When the running batch of a group began (monotonic ns), the timer for the next plan, and cancels whose blocks still drain."""
+
+    link: WorkerLink
+    predictor: StepPredictor = field(default_factory=StepPredictor)
+    started_ns: int = 0
+    timer: asyncio.TimerHandle | None = None
+    freeing: list[tuple[int, int]] = field(default_factory=list)
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Engine:
+    """See the module. Created inside a running loop. `idle` is set while no request is live."""
+
+    def __init__(
+        self, config: SchedulerConfig, clock: Clock, tracer: Tracer, metrics: SchedulerMetrics, leadership: Leadership, table: TextTable
+    ) -> None:
+        self._config, self._clock, self._tracer, self._metrics = config, clock, tracer, metrics
+        self._leadership, self._table = leadership, table
+        self._loop = asyncio.get_running_loop()
+        self.state: SchedulerState | None = None
+        self._facts: worker_pb2.WorkerFacts | None = None
+        self._rules: StopRules | None = None
+        self._paces: dict[str, _Pace] = {}
+        self._sessions: dict[int, GatewaySession] = {}
+        self._clients: dict[RequestKey, _Client] = {}
+        self._kicked = False
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._without_worker_since = clock.monotonic_ns()
+        self._draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    # -- workers ------------------------------------------------------------------------------------------------------------------
+
+    def next_epoch(self) -> tuple[int, int]:
+        """See LinkOwner."""
+        return self._leadership.next_epoch()
+
+    def token_refused(self) -> None:
+        """See LinkOwner."""
+        self._leadership.raise_token()
+
+    def worker_attached(self, link: WorkerLink, attached: worker_pb2.Attached) -> None:
+        """See LinkOwner. Raises TokenloomError (FINGERPRINT_MISMATCH, PROTOCOL_VIOLATION) for a worker that does not fit."""
+        facts = attached.facts
+        check_fit(link.name, facts, self._facts or facts, self._table.fingerprint, self._config)
+        if self.state is None or self._facts is None:
+            self._facts = facts
+            self._rules = StopRules(tuple(facts.eos_token_ids), facts.max_model_len, self._table)
+            self.state = SchedulerState(limits_of(self._config, facts), Policy(self._config.scheduling_policy))
+        self.state.groups[link.name] = Group.new(
+            link.name,
+            attached.epoch,
+            num_blocks=facts.num_blocks,
+            num_slots=facts.num_slots,
+            max_in_flight=max(1, facts.max_in_flight),
+            distance=max(1, facts.feed_forward_distance),
+        )
+        self._paces[link.name] = _Pace(link)
+        self._metrics.workers.set(len(self._paces))
+        log.info("worker attached", worker=link.name, blocks=facts.num_blocks, slots=facts.num_slots, numerics=facts.fingerprints.numerics)
+        for session in self._sessions.values():
+            session.outbox.welcome = self._welcome()
+            self._touch(session)
+        self.kick()
+
+    def worker_lost(self, link: WorkerLink, *, crashed: bool) -> None:
+        """See LinkOwner: its requests return to the queue."""
+        pace, state = self._paces.pop(link.name, None), self.state
+        if pace is None or state is None:
+            return
+        pace.stop_timer()
+        now = self._clock.monotonic_ns()
+        for since, _ in pace.freeing:
+            self._metrics.cancel_to_free.observe((now - since) / 1e9)
+        self._metrics.worker_losses.inc()
+        self._metrics.workers.set(len(self._paces))
+        group = state.groups[link.name]
+        log.warning("worker lost; its requests wait for another", worker=link.name, requests=len(group.running), crashed=crashed)
+        effects = lose_group(state, group, now, crashed=crashed)
+        if not self._paces:
+            self._without_worker_since = now
+            state.wait_all(WaitReason.NO_WORKER, now)
+        self._publish(effects)
+        self.kick()
+
+    def worker_answered(self, link: WorkerLink, result: worker_pb2.StepResult) -> None:
+        """See LinkOwner."""
+        pace, state = self._paces.get(link.name), self.state
+        if pace is None or state is None:
+            return
+        now, group = self._clock.monotonic_ns(), state.groups[link.name]
+        head = group.in_flight[0] if group.in_flight else None
+        outcome = convert.from_result(result)
+        effects = apply(state, group, outcome, now)
+        self._metrics.apply_time.observe((self._clock.monotonic_ns() - now) / 1e9)
+        if head is None or outcome.number != head.number:
+            return
+        pace.started_ns = now
+        pace.predictor.observe(head.tokens, len(head.rows), outcome.timings.total_us)
+        self._dispatch(group, pace)
+        if outcome.error is not None:
+            log.error("batch did not run", worker=link.name, step=outcome.number, error=outcome.error.message)
+        self._account_step(group, pace, head, outcome.timings.idle_us, now)
+        self._publish(effects)
+
+    def _account_step(self, group: Group, pace: _Pace, head: StepPlan, idle_us: int, now: int) -> None:
+        metrics = self._metrics
+        metrics.step_time.observe((now - head.planned_ns) / 1e9)
+        metrics.step_tokens.observe(head.tokens)
+        metrics.worker_idle.observe(idle_us / 1e6)
+        ahead = group.in_flight[0].planned_ns if group.in_flight else now
+        metrics.lead_time.observe(max(0, now - ahead) / 1e9)
+        still = []
+        for since, batch in pace.freeing:
+            if batch > head.number:
+                still.append((since, batch))
+            else:
+                metrics.cancel_to_free.observe((now - since) / 1e9)
+        pace.freeing = still
+
+    # -- steps --------------------------------------------------------------------------------------------------------------------
+
+    def kick(self) -> None:
+        """Plans for every group once the current burst of messages has been read."""
+        if not self._kicked:
+            self._kicked = True
+            self._loop.call_soon(self._dispatch_all)
+
+    def _dispatch_all(self) -> None:
+        self._kicked = False
+        if self.state is not None:
+            for name, pace in self._paces.items():
+                self._dispatch(self.state.groups[name], pace)
+        self._arm_deadline()
+
+    def _dispatch(self, group: Group, pace: _Pace) -> None:
+        """Sends the next batch if its time has come: at once when the worker is idle, else shortly before the running one ends."""
+        state = self.state
+        if state is None:
+            return
+        pace.stop_timer()
+        while group.can_dispatch:
+            now = self._clock.monotonic_ns()
+            if group.in_flight and not self._is_due(group, pace, now):
+                return
+            step = plan(state, group, now)
+            if step is None:
+                return
+            if len(group.in_flight) == 1:
+                pace.started_ns = now
+            pace.link.send(convert.to_batch(step, self._wire_trace))
+            self._metrics.plan_time.observe((self._clock.monotonic_ns() - now) / 1e9)
+
+    def _is_due(self, group: Group, pace: _Pace, now: int) -> bool:
+        """Whether a batch may be sent behind the running one now; if that moment is foreseeable, a timer waits for it."""
+        head, margin_us = group.in_flight[0], self._config.dispatch_margin_ms * 1000
+        predicted_us = pace.predictor.predict_us(head.tokens, len(head.rows))
+        if predicted_us is None or not margin_us or len(group.in_flight) > 1:
+            return False
+        wait_us = predicted_us - margin_us - (now - pace.started_ns) / 1000
+        # The loop's timers have a resolution of a millisecond: less than half of one is now.
+        if wait_us < 500:
+            return True
+        pace.timer = self._loop.call_later(wait_us / 1e6, self._dispatch, group, pace)
+        return False
+
+    def _wire_trace(self, key: RequestKey) -> WireTrace | None:
+        client = self._clients.get(key)
+        return client.trace.wire if client and client.trace and client.trace.parent.sampled else None
+
+    # -- sessions -----------------------------------------------------------------------------------------------------------------
+
+    def open_session(self, session: GatewaySession) -> None:
+        """See SessionOwner."""
+        for old in [other for other in self._sessions.values() if other.gateway == session.gateway]:
+            log.info("gateway opens a new session; the old one ends", gateway=session.name)
+            self.close_session(old)
+        self._sessions[session.id] = session
+        self._metrics.sessions.set(len(self._sessions))
+        session.outbox.welcome = self._welcome()
+        for other in self._sessions.values():
+            self._touch(other)
+        log.info("gateway session opened", gateway=session.name)
+
+    def close_session(self, session: GatewaySession) -> None:
+        """See SessionOwner: cancels what it had."""
+        if self._sessions.pop(session.id, None) is None:
+            return
+        session.closed.set()
+        self._metrics.sessions.set(len(self._sessions))
+        for key in sorted(session.keys):
+            self._cancel(key, CancelReason.SESSION_LOST)
+        log.info("gateway session closed", gateway=session.name)
+
+    def _welcome(self) -> scheduler_pb2.Welcome:
+        return scheduler_pb2.Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            leader_token=self._leadership.token,
+            shard=self._config.shard,
+            model=model_facts(self._facts) if self._facts else None,
+        )
+
+    def window(self, session: GatewaySession) -> scheduler_pb2.Window:
+        """See SessionOwner: an equal share of what may be live, at least 1."""
+        reason = self._not_ready()
+        share = max(1, self._config.max_queue // max(1, len(self._sessions)))
+        length = self._facts.max_model_len if self._facts else 0
+        return scheduler_pb2.Window(max_outstanding=share, max_outstanding_tokens=share * length, ready=not reason, not_ready_reason=reason)
+
+    def _not_ready(self) -> str:
+        if self._draining:
+            return "the scheduler is shutting down"
+        if self._facts is None:
+            return "no worker has been attached yet"
+        if not self._paces and self._clock.monotonic_ns() - self._without_worker_since > self._config.worker_grace * 1e9:
+            return "no worker is attached"
+        return ""
+
+    def _touch(self, session: GatewaySession) -> None:
+        session.outbox.window_changed = True
+        session.nudge()
+
+    def submit(self, session: GatewaySession, submit: scheduler_pb2.Submit) -> None:
+        """See SessionOwner."""
+        if session.closed.is_set():
+            return
+        try:
+            self._accept(session, submit)
+        except TokenloomError as error:
+            self._metrics.rejected.labels(error.code.spec.label).inc()
+            session.outbox.endings.append(convert.refusal(submit.id, submit.attempt, error))
+            session.nudge()
+
+    def _accept(self, session: GatewaySession, submit: scheduler_pb2.Submit) -> None:
+        reason, state, rules = self._not_ready(), self.state, self._rules
+        if reason or state is None or rules is None:
+            code = ErrorCode.DRAINING if self._draining else ErrorCode.NO_WORKER
+            raise TokenloomError(code, reason, retry_after_ms=1000)
+        now = self._clock.monotonic_ns()
+        key = RequestKey(session.gateway, submit.id)
+        live = state.requests.get(key)
+        if live is not None:
+            if submit.attempt <= live.attempt:
+                log.warning("submit of a live request ignored", request=str(key), attempt=submit.attempt)
+                return
+            self._cancel(key, CancelReason.SESSION_LOST)
+        request, stop = convert.to_request(submit, session.gateway, rules, state.next_arrival(), now)
+        state.accept(request)
+        parent = TraceParent.parse(submit.trace.traceparent, submit.trace.tracestate)
+        self.idle.clear()
+        self._clients[key] = _Client(session, RequestTrace(parent, submit.label) if parent else None)
+        session.keys.add(key)
+        session.outbox.accepted.append(submit.id)
+        session.nudge()
+        log.debug("request accepted", request=str(key), x_request_id=submit.label, prompt_tokens=count_ids(submit.prompt_ids))
+        if stop is not None:
+            effects = Effects()
+            state.finish(request, Ending(stop.reason, stop=stop), now, effects)
+            self._publish(effects)
+        elif not self._paces:
+            request.wait(WaitReason.NO_WORKER, now)
+        self.kick()
+
+    def cancel(self, session: GatewaySession, cancel: scheduler_pb2.Cancel) -> None:
+        """See SessionOwner."""
+        self._cancel(RequestKey(session.gateway, cancel.id), convert.cancel_reason(cancel.reason))
+
+    def _cancel(self, key: RequestKey, reason: CancelReason) -> None:
+        state = self.state
+        if state is None:
+            return
+        now, request = self._clock.monotonic_ns(), state.requests.get(key)
+        if request is not None and request.residency is not None:
+            self._watch_blocks(state.groups[request.residency.group], request.residency, now)
+        self._publish(state.cancel(key, reason, now))
+        self.kick()
+
+    def _watch_blocks(self, group: Group, residency: Residency, now: int) -> None:
+        """Measures from now until the batches in flight that may touch a cancelled request's blocks are over."""
+        last = group.last_touch(residency)
+        if last:
+            self._paces[group.name].freeing.append((now, last))
+        else:
+            self._metrics.cancel_to_free.observe(0.0)
+
+    # -- time ---------------------------------------------------------------------------------------------------------------------
+
+    def _arm_deadline(self) -> None:
+        due = self.state.next_deadline_ns if self.state else None
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+        if due is not None:
+            delay = max(0.0, (due - self._clock.monotonic_ns()) / 1e9)
+            self._deadline_timer = self._loop.call_later(delay + 0.001, self._expire)
+
+    def _expire(self) -> None:
+        if self.state is not None:
+            self._publish(self.state.expire(self._clock.monotonic_ns()))
+        self.kick()
+
+    def tick(self) -> None:
+        """Called about once a second: requests that waited too long for any worker fail; windows follow readiness."""
+        now = self._clock.monotonic_ns()
+        if self.state is not None and not self._paces and now - self._without_worker_since > self._config.worker_grace * 1e9:
+            error = TokenloomError(ErrorCode.NO_WORKER, "no worker came back in time", retry_after_ms=1000)
+            self._publish(self.state.fail_all(list(self.state.requests.values()), error, now))
+            for session in self._sessions.values():
+                self._touch(session)
+
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+        self._draining = True
+        for session in self._sessions.values():
+            self._touch(session)
+
+    def end_all(self) -> None:
+        """Cancels every live request because the process ends."""
+        for key in list(self.state.requests) if self.state else []:
+            self._cancel(key, CancelReason.SHUTDOWN)
+
+    # -- effects ------------------------------------------------------------------------------------------------------------------
+
+    def _publish(self, effects: Effects) -> None:
+        """Hands deltas and endings to the sessions' outboxes, then counts and traces."""
+        touched: set[GatewaySession] = set()
+        for delta in effects.deltas:
+            client = self._clients[delta.request.key]
+            client.session.outbox.add_tokens(delta.request.key.id, delta.first_index, delta.tokens)
+            touched.add(client.session)
+            self._metrics.generation_tokens.inc(len(delta.tokens))
+        for request in effects.ended:
+            client = self._clients.pop(request.key)
+            client.session.keys.discard(request.key)
+            client.session.outbox.endings.append(convert.to_ending(request, self._clock))
+            touched.add(client.session)
+            self._metrics.ended(request)
+            if client.trace is not None:
+                spans.emit(self._tracer, client.trace, request, self._clock)
+        for session in touched:
+            session.nudge()
+        if not self._clients:
+            self.idle.set()

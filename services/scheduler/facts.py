@@ -1,0 +1,63 @@
+"""What the attached workers' facts mean for the mesh: whether a worker fits, the limits of a step, what gateways are told."""
+
+from __future__ import annotations
+
+from libs.blocks import BLOCK_SIZE
+from libs.errors import ErrorCode, TokenloomError
+from libs.telemetry.logs import get_logger
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.core.state import Limits
+from tokenloom.scheduler.v1 import scheduler_pb2
+from tokenloom.worker.v1 import worker_pb2
+
+log = get_logger(__name__)
+
+
+def check_fit(worker: str, facts: worker_pb2.WorkerFacts, mesh: worker_pb2.WorkerFacts, tokenizer: str, config: SchedulerConfig) -> None:
+    """Raises TokenloomError naming the worker and both values when it differs from the mesh (the first worker's facts, the tokenizer's
+    fingerprint) or cannot hold a sequence."""
+    for what, ours, theirs in (
+        ("tokenizer fingerprint", tokenizer, facts.fingerprints.tokenizer),
+        ("model fingerprint", mesh.fingerprints.model, facts.fingerprints.model),
+        ("numerics", mesh.fingerprints.numerics, facts.fingerprints.numerics),
+        ("KV dtype", mesh.kv_dtype, facts.kv_dtype),
+        ("max_model_len", mesh.max_model_len, facts.max_model_len),
+        ("block size", BLOCK_SIZE, facts.block_size),
+    ):
+        if ours != theirs:
+            raise TokenloomError(ErrorCode.FINGERPRINT_MISMATCH, f"worker {worker}: its {what} is {theirs}, the mesh has {ours}")
+    length = facts.max_model_len
+    if facts.num_blocks * BLOCK_SIZE < length:
+        raise TokenloomError(ErrorCode.CANNOT_FIT, f"worker {worker}: {facts.num_blocks} blocks cannot hold a sequence of {length} tokens")
+    if not config.enable_chunked_prefill and facts.max_tokens_per_step < length:
+        held = facts.max_tokens_per_step
+        raise TokenloomError(
+            ErrorCode.CANNOT_FIT, f"worker {worker}: its steps hold {held} tokens; without chunked prefill {length} are needed"
+        )
+
+
+def limits_of(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> Limits:
+    """The limits of steps and queue. Without chunked prefill the token budget is at least the context length, and the log says so."""
+    budget = min(config.max_num_batched_tokens, facts.max_tokens_per_step)
+    if not config.enable_chunked_prefill and budget < facts.max_model_len:
+        budget = facts.max_model_len
+        log.warning("token budget raised to the context length because chunked prefill is off", max_num_batched_tokens=budget)
+    return Limits(
+        max_tokens_per_step=budget,
+        max_sequences=min(config.max_num_seqs, facts.num_slots),
+        max_requests=config.max_queue,
+        max_model_len=facts.max_model_len,
+        chunked_prefill=config.enable_chunked_prefill,
+        prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def model_facts(facts: worker_pb2.WorkerFacts) -> scheduler_pb2.ModelFacts:
+    """What a gateway must know of the model."""
+    return scheduler_pb2.ModelFacts(
+        fingerprints=facts.fingerprints,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        defaults=facts.defaults,
+    )

@@ -1,0 +1,47 @@
+"""The leader's fencing token and the epochs made from it (PROTOCOL.md rule 25).
+
+The token is raised in the store at every start, so that a worker can tell a new scheduler from an old one; the worker's own check is the
+safety. Without a store the token is the wall clock's second: later starts are higher, which is as much as one replica needs.
+"""
+
+from __future__ import annotations
+
+import time
+
+from libs.store import Store, StoreError
+from libs.telemetry.logs import get_logger
+
+_COUNTER = "scheduler-fencing-token"
+_EPOCH_BITS = 20
+
+log = get_logger(__name__)
+
+
+class Leadership:
+    """`token` is what every attach carries."""
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._attaches = 0
+        self._refusals = 0
+        self.token = 0
+        self._take(at_least=0)
+
+    def _take(self, at_least: int) -> None:
+        floor = max(at_least, self.token)
+        try:
+            self.token = self._store.raise_counter(_COUNTER, at_least=floor) if self._store else max(int(time.time()), floor + 1)
+        except StoreError as error:
+            self.token = max(int(time.time()), floor + 1)
+            log.warning("store unreachable; fencing token taken from the clock", token=self.token, reason=str(error))
+
+    def raise_token(self) -> None:
+        """A worker has seen a higher token: takes one well above the last, further each time, until it is accepted."""
+        self._refusals += 1
+        self._take(at_least=max(int(time.time()), self.token + 2**self._refusals))
+        log.warning("fencing token was too low; raised", token=self.token)
+
+    def next_epoch(self) -> tuple[int, int]:
+        """(token, epoch): an epoch is never used twice, by this process or by one with another token."""
+        self._attaches += 1
+        return self.token, (self.token << _EPOCH_BITS) | (self._attaches & ((1 << _EPOCH_BITS) - 1))

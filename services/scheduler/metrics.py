@@ -1,0 +1,149 @@
+"""Metrics of the scheduler. What the core counts is read from it at each scrape, in the loop's thread, so that the sums always agree."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from libs.telemetry.metrics import LATENCY_BUCKETS, STEP_BUCKETS, TOKEN_BUCKETS
+from services.scheduler.core.request import Request, WaitReason
+from services.scheduler.core.state import SchedulerState
+from services.scheduler.core.stopping import FinishReason
+
+_SNAPSHOT_TIMEOUT = 5.0
+
+
+class SchedulerMetrics:
+    """Histograms and counters of events; `watch` adds the core's own numbers."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        histogram = self._histogram
+        self.queue_time = histogram("request_queue_time_seconds", "Arrival to first dispatch. Grows: more blocks or sequences.")
+        self.prefill_time = histogram("request_prefill_time_seconds", "First dispatch to first token. Grows: prefix caching.")
+        self.decode_time = histogram("request_decode_time_seconds", "First token to the end. Grows: fewer sequences per step.")
+        self.cancel_to_free = histogram(
+            "cancel_to_free_seconds",
+            "A cancel's arrival to its blocks being free: at most the batches already sent. Grows: long steps.",
+        )
+        self.step_time = histogram("scheduler_step_seconds", "Dispatch of a batch to its result.", STEP_BUCKETS)
+        self.plan_time = histogram("scheduler_plan_seconds", "Planning and sending a step. Over 1 ms: profile it.", STEP_BUCKETS)
+        self.apply_time = histogram("scheduler_apply_seconds", "Applying a result. Over 1 ms: profile it.", STEP_BUCKETS)
+        self.lead_time = histogram(
+            "dispatch_lead_seconds",
+            "How long before the previous result a step was sent (dispatch-ahead); 0: after it.",
+            STEP_BUCKETS,
+        )
+        self.worker_idle = histogram("worker_idle_seconds", "The worker's wait before a step. Grows: --dispatch-margin-ms.", STEP_BUCKETS)
+        self.step_tokens = histogram("iteration_tokens_total", "Tokens of a step.", TOKEN_BUCKETS)
+        self.generation_tokens = self._counter("generation_tokens", "Output tokens that requests took.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
+        self.success = self._counter("request_success", "Requests that finished, by reason.", ["finished_reason"])
+        self.cancelled = self._counter("request_cancelled", "Requests cancelled, by reason. Soars: timeouts, slow clients.", ["reason"])
+        self.rejected = self._counter("request_rejected", "Submits refused, by reason. Soars: scale out, limit clients.", ["reason"])
+        self.failed = self._counter("request_failed", "Accepted requests that failed, by error. Any: read the log.", ["reason"])
+        self.worker_losses = self._counter("worker_losses", "Worker streams that were lost. Any: read the worker's log.")
+        self.sessions = Gauge("tokenloom:gateway_sessions", "Open gateway sessions.", registry=self.registry)
+        self.workers = Gauge("tokenloom:workers_attached", "Attached worker groups. 0: requests wait.", registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
+        return Histogram(f"tokenloom:{name}", text, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(f"tokenloom:{name}", text, list(labels), registry=self.registry)
+
+    def watch(self, loop: asyncio.AbstractEventLoop, state: Callable[[], SchedulerState | None]) -> None:
+        """Adds the core's numbers, read in `loop`'s thread."""
+        self.registry.register(_CoreCollector(loop, state))
+
+    def ended(self, request: Request) -> None:
+        """Counts an accepted request's ending and its stages."""
+        line, ending = request.timeline, request.ending
+        if ending is None:
+            return
+        match ending.reason:
+            case FinishReason.CANCELLED | FinishReason.DEADLINE:
+                self.cancelled.labels(ending.cancel.value if ending.cancel else "deadline").inc()
+            case FinishReason.FAILED:
+                self.failed.labels(ending.error.code.spec.label if ending.error else "internal").inc()
+            case reason:
+                self.success.labels(reason.value).inc()
+        self.prompt_tokens.inc(len(request.prompt_ids))
+        self.queue_time.observe(((line.dispatched_ns or line.ended_ns) - line.received_ns) / 1e9)
+        if line.first_token_ns and line.dispatched_ns:
+            self.prefill_time.observe((line.first_token_ns - line.dispatched_ns) / 1e9)
+            self.decode_time.observe((line.ended_ns - line.first_token_ns) / 1e9)
+
+
+class _CoreCollector:
+    def __init__(self, loop: asyncio.AbstractEventLoop, state: Callable[[], SchedulerState | None]) -> None:
+        self._loop = loop
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        """The core's numbers as of one instant between two events."""
+        snapshot: concurrent.futures.Future[list[Metric]] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(lambda: snapshot.set_result(list(_read(self._state()))))
+        yield from snapshot.result(_SNAPSHOT_TIMEOUT)
+
+    def describe(self) -> list[Metric]:
+        """Nothing: registration must not wait for the loop."""
+        return []
+
+
+def _read(state: SchedulerState | None) -> Iterator[Metric]:
+    if state is None:
+        return
+    counters = state.counters
+    yield _gauge("num_requests_running", "Requests that stand in a worker group.", state.running)
+    yield _gauge("num_requests_waiting", "Requests in the queue. Grows: more workers or blocks.", len(state.queue))
+    yield _gauge("num_requests_live", "Accepted requests that have not ended.", len(state.requests))
+    waits = GaugeMetricFamily("tokenloom:num_requests_waiting_by_reason", "Waiting requests by what they wait for.", labels=["reason"])
+    for reason in WaitReason:
+        waits.add_metric([reason.value], sum(request.wait_reason is reason for request in state.queue))
+    yield waits
+    for name, value, text in (
+        ("requests_admitted", counters.admitted, "Requests accepted into the queue."),
+        ("requests_finished", counters.finished, "Accepted requests that came to a natural end."),
+        ("requests_failed", counters.failed, "Accepted requests that failed."),
+        ("requests_cancelled", counters.cancelled, "Accepted requests that were cancelled or passed their deadline."),
+        ("requests_resumed", counters.resumed, "Admissions after a preemption, a lost worker or a failed batch."),
+        ("prefix_cache_queries", counters.prefix_queries, "Prompt tokens looked up in the prefix cache, once per request."),
+        ("prefix_cache_hits", counters.prefix_hits, "Prompt tokens found there. Under 10% of queries: put the stable text first."),
+        ("stale_results", counters.stale_results, "Late or duplicate results that were ignored."),
+        ("unknown_cancels", counters.unknown_cancels, "Cancels of requests that had ended already."),
+        ("scheduler_steps", counters.steps, "Batches planned."),
+        ("scheduler_mixed_steps", counters.mixed_steps, "Batches that held prefill and decode rows."),
+    ):
+        yield CounterMetricFamily(f"tokenloom:{name}", text, value=value)
+    preemptions = CounterMetricFamily(
+        "tokenloom:num_preemptions", "Requests sent back to the queue. Frequent: more cache memory, fewer sequences.", labels=["reason"]
+    )
+    preemptions.add_metric(["no_blocks"], counters.preemptions)
+    yield preemptions
+    yield from _blocks(state)
+
+
+def _blocks(state: SchedulerState) -> Iterator[Metric]:
+    total = sum(group.ledger.num_blocks for group in state.groups.values())
+    held = sum(group.ledger.in_use for group in state.groups.values())
+    yield _gauge(
+        "kv_cache_usage_perc",
+        "Share of KV blocks held, 0 to 1. Over 0.9: preemptions are near.",
+        held / total if total else 0,
+    )
+    blocks = GaugeMetricFamily("tokenloom:kv_blocks", "KV blocks by state.", labels=["state"])
+    ledgers = [group.ledger for group in state.groups.values()]
+    blocks.add_metric(["held"], held)
+    blocks.add_metric(["draining"], sum(ledger.draining for ledger in ledgers))
+    blocks.add_metric(["cached"], sum(ledger.cached for ledger in ledgers))
+    blocks.add_metric(["free"], sum(ledger.available - ledger.cached for ledger in ledgers))
+    yield blocks
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"tokenloom:{name}", text, value=value)

@@ -1,0 +1,162 @@
+"""The scheduler process: puts the parts together, finds workers and the text table, serves, drains.
+
+Start: store, fencing token, text table from a tokenizer replica, then listen; ready once a worker is attached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+
+import grpc
+
+from libs.clock import SystemClock
+from libs.errors import ErrorCode
+from libs.rpc import Server, connect, error_of, listen, new_server
+from libs.store import SqliteStore, Store, StoreError
+from libs.telemetry.logs import get_logger
+from libs.telemetry.metrics import serve_metrics
+from libs.telemetry.tracing import Tracer
+from libs.text.table import TextTable
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.engine import Engine
+from services.scheduler.leadership import Leadership
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.sessions import SchedulerServicer
+from services.scheduler.stats import StatsLine
+from services.scheduler.workers import WorkerLink
+from tokenloom.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tokenloom.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+_REGISTRY_SECONDS = 0.25
+_TABLE_TIMEOUT = 10.0
+
+log = get_logger(__name__)
+
+
+async def fetch_table(addresses: list[str]) -> TextTable:
+    """The text table from the first tokenizer replica that answers; tries them in turn until one does."""
+    said = ""
+    while True:
+        for address in addresses:
+            async with connect(address) as channel:
+                stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+                try:
+                    answer = await stub.GetTextTable(tokenizer_pb2.GetTextTableRequest(), timeout=_TABLE_TIMEOUT, wait_for_ready=True)
+                    table = TextTable.from_proto(answer)
+                except (grpc.RpcError, ValueError) as error:
+                    reason = error_of(error).message if isinstance(error, grpc.RpcError) else str(error)
+                    if reason != said:
+                        log.info("waiting for a tokenizer's text table", tokenizer=address, reason=reason)
+                        said = reason
+                    continue
+            if not table.verified:
+                log.warning("text table is not exact: stop strings will be refused", tokenizer=address)
+            return table
+        await asyncio.sleep(0.2)
+
+
+class SchedulerProcess:
+    """Everything that runs in the process, for `run` and for tests."""
+
+    def __init__(self, config: SchedulerConfig, tracer: Tracer) -> None:
+        self.config = config
+        self.tracer = tracer
+        self.metrics = SchedulerMetrics()
+        self.server: Server = new_server([scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name])
+        self.links: dict[str, WorkerLink] = {}
+        self.engine: Engine | None = None
+        self._store: Store | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Comes up; returns once it listens. Raises OSError when an address is taken, StoreError when the store cannot be opened."""
+        config = self.config
+        self._store = SqliteStore(Path(config.store)) if config.store else None
+        table = await fetch_table(config.tokenizer_address)
+        engine = Engine(config, SystemClock(), self.tracer, self.metrics, Leadership(self._store), table)
+        self.engine = engine
+        self.metrics.watch(asyncio.get_running_loop(), lambda: engine.state)
+        serve_metrics(self.metrics.registry, config.metrics_host, config.metrics_port)
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(engine, config.shard), self.server.server)
+        address = await listen(self.server, config.listen)
+        log.info("scheduler listens", address=address, fencing_token=self.config.store and "from store")
+        for worker in config.worker_address:
+            self._link(worker)
+        self._tasks = [
+            asyncio.create_task(self._watch_registry(), name="registry"),
+            asyncio.create_task(self._tick(), name="tick"),
+        ]
+
+    def _link(self, address: str) -> None:
+        if self.engine is not None and address not in self.links:
+            self.links[address] = WorkerLink(address, self.engine, self.config.step_timeout)
+            self.links[address].start()
+
+    async def _watch_registry(self) -> None:
+        """Follows the registry: new workers are dialled, vanished ones are dropped once their stream has ended."""
+        store, said = self._store, ""
+        while store is not None:
+            try:
+                entries = await asyncio.to_thread(store.list, "workers/")
+                known = {str(json.loads(entry.value)["address"]) for entry in entries} | set(self.config.worker_address)
+            except (StoreError, ValueError, KeyError) as error:
+                if str(error) != said:
+                    log.warning("worker registry cannot be read; known workers stay", reason=str(error))
+                    said = str(error)
+            else:
+                await self._follow(known)
+            await asyncio.sleep(_REGISTRY_SECONDS)
+
+    async def _follow(self, known: set[str]) -> None:
+        for address in known - self.links.keys():
+            self._link(address)
+        for address in [address for address, link in self.links.items() if address not in known and not link.attached]:
+            await self.links.pop(address).stop()
+
+    async def _tick(self) -> None:
+        stats = StatsLine(self.config.stats_interval)
+        while self.engine is not None:
+            self.engine.tick()
+            await self.server.set_ready(any(link.attached for link in self.links.values()))
+            stats.tick(self.engine.state)
+            await asyncio.sleep(0.5)
+
+    async def stop(self) -> None:
+        """Drains: refuses submits, lets live requests go on for the drain timeout, cancels the rest, then ends every stream."""
+        engine = self.engine
+        if engine is not None:
+            engine.drain()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(engine.idle.wait(), self.config.drain_timeout)
+            engine.end_all()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.server.stop(0.5)  # within which the sessions' writers send the last endings
+        await asyncio.gather(*(link.stop() for link in self.links.values()))
+
+
+async def run(config: SchedulerConfig, instance: str, stop: asyncio.Event) -> int:
+    """Serves until `stop` is set; returns the exit code."""
+    tracer = Tracer("scheduler", instance, config.otlp_endpoint)
+    process = SchedulerProcess(config, tracer)
+    start = asyncio.create_task(process.start())
+    await asyncio.wait([start, stopping := asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+    if start.done():
+        try:
+            start.result()
+        except (OSError, StoreError) as error:
+            log.error("scheduler cannot start", code=ErrorCode.INTERNAL.spec.code, reason=str(error))
+            stopping.cancel()
+            return 1
+        await stopping
+    else:
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+    log.info("scheduler stops")
+    await process.stop()
+    tracer.shutdown()
+    return 0

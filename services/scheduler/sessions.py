@@ -1,0 +1,179 @@
+"""Sessions with gateways: outboxes that the step loop fills without ever waiting, and one writer per session that empties them.
+
+A session's outbox is keyed by request: tokens of steps that the writer has not sent yet are appended to one entry, endings are never
+dropped, so its size is bounded by what its live requests may generate. A peer that takes nothing for STALL_SECONDS loses its session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+
+from libs.errors import ErrorCode, TokenloomError
+from libs.packing import pack_ids
+from libs.rpc import PROTOCOL_VERSION, abort
+from libs.telemetry.logs import get_logger
+from services.scheduler.core.request import RequestKey
+from tokenloom.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+STALL_SECONDS = 10.0
+# Submits and cancels handled before the loop may turn to a worker's result.
+_FRAMES_PER_TURN = 16
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Entry:
+    first_index: int
+    tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What a session has not sent yet, merged by request."""
+
+    accepted: list[int] = field(default_factory=list)
+    deltas: dict[int, _Entry] = field(default_factory=dict)
+    endings: list[scheduler_pb2.Ending] = field(default_factory=list)
+    welcome: scheduler_pb2.Welcome | None = None
+    window_changed: bool = True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send."""
+        return not (self.accepted or self.deltas or self.endings or self.welcome or self.window_changed)
+
+    def add_tokens(self, request_id: int, first_index: int, tokens: Sequence[int]) -> None:
+        """Appends a delta; consecutive ones of a request become one."""
+        entry = self.deltas.get(request_id)
+        if entry is None:
+            self.deltas[request_id] = entry = _Entry(first_index)
+        entry.tokens.extend(tokens)
+
+    def take(self, session: int, window: scheduler_pb2.Window) -> scheduler_pb2.SchedulerFrame:
+        """Everything as one frame of packed arrays; the outbox is empty afterwards."""
+        deltas, endings, accepted, welcome = self.deltas, self.endings, self.accepted, self.welcome
+        self.deltas, self.endings, self.accepted, self.welcome, self.window_changed = {}, [], [], None, False
+        return scheduler_pb2.SchedulerFrame(
+            session=session,
+            welcome=welcome,
+            window=window,
+            accepted=accepted,
+            ids=list(deltas),
+            first_indexes=[entry.first_index for entry in deltas.values()],
+            counts=[len(entry.tokens) for entry in deltas.values()],
+            token_ids=pack_ids(itertools.chain.from_iterable(entry.tokens for entry in deltas.values())),
+            endings=endings,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class GatewaySession:
+    """One gateway's session. `keys` are its live requests."""
+
+    id: int
+    gateway: int
+    name: str
+    outbox: Outbox = field(default_factory=Outbox)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    keys: set[RequestKey] = field(default_factory=set)
+
+    def nudge(self) -> None:
+        """Tells the writer that the outbox has something."""
+        self.wake.set()
+
+
+class SessionOwner(Protocol):
+    """What the sessions need of the engine."""
+
+    def open_session(self, session: GatewaySession) -> None:
+        """A gateway is there; an older session of the same instance must end first."""
+
+    def close_session(self, session: GatewaySession) -> None:
+        """The session is over: its requests are cancelled. Called once."""
+
+    def submit(self, session: GatewaySession, submit: scheduler_pb2.Submit) -> None:
+        """A request is handed over; refused ones are answered with an ending."""
+
+    def cancel(self, session: GatewaySession, cancel: scheduler_pb2.Cancel) -> None:
+        """A request's end is asked for."""
+
+    def window(self, session: GatewaySession) -> scheduler_pb2.Window:
+        """The session's admission window as of now."""
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """The gRPC face of the sessions; decides nothing."""
+
+    def __init__(self, owner: SessionOwner, shard: int) -> None:
+        self._owner = owner
+        self._shard = shard
+
+    async def Session(  # type: ignore[override]
+        self,
+        request_iterator: Any,
+        context: grpc.aio.ServicerContext[scheduler_pb2.GatewayFrame, scheduler_pb2.SchedulerFrame],
+    ) -> None:
+        """See SchedulerService.Session."""
+        first = await context.read()
+        if not isinstance(first, scheduler_pb2.GatewayFrame):
+            return
+        try:
+            session = self._greet(first)
+        except TokenloomError as error:
+            await abort(context, error)
+        self._owner.open_session(session)
+        tasks = [asyncio.create_task(self._read(session, first, context)), asyncio.create_task(self._write(session, context))]
+        closed = asyncio.create_task(session.closed.wait())
+        try:
+            await asyncio.wait([*tasks, closed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._owner.close_session(session)
+            for task in (*tasks, closed):
+                task.cancel()
+            await asyncio.gather(*tasks, closed, return_exceptions=True)
+
+    def _greet(self, first: scheduler_pb2.GatewayFrame) -> GatewaySession:
+        hello = first.hello
+        if not first.HasField("hello") or not hello.gateway_instance:
+            raise TokenloomError(ErrorCode.PROTOCOL_VIOLATION, "a session's first frame must carry a hello with a gateway instance")
+        if abs(hello.protocol_version - PROTOCOL_VERSION) > 1 or not hello.protocol_version:
+            theirs = hello.protocol_version
+            raise TokenloomError(ErrorCode.PROTOCOL_VERSION, f"gateway speaks version {theirs}, this scheduler {PROTOCOL_VERSION}")
+        if hello.shard != self._shard:
+            raise TokenloomError(ErrorCode.WRONG_SHARD, f"this scheduler owns shard {self._shard}, not {hello.shard}")
+        return GatewaySession(random.SystemRandom().getrandbits(63) | 1, hello.gateway_instance, hello.name)
+
+    async def _read(self, session: GatewaySession, first: scheduler_pb2.GatewayFrame, context: Any) -> None:
+        frame: Any = first
+        for turn in itertools.count(1):
+            for submit in frame.submits:
+                self._owner.submit(session, submit)
+            for cancel in frame.cancels:
+                self._owner.cancel(session, cancel)
+            if turn % _FRAMES_PER_TURN == 0:
+                await asyncio.sleep(0)
+            frame = await context.read()
+            if frame is grpc.aio.EOF:
+                return
+
+    async def _write(self, session: GatewaySession, context: Any) -> None:
+        while True:
+            await session.wake.wait()
+            session.wake.clear()
+            if session.outbox.is_empty:
+                continue
+            frame = session.outbox.take(session.id, self._owner.window(session))
+            try:
+                await asyncio.wait_for(context.write(frame), STALL_SECONDS)
+            except TimeoutError:
+                log.warning("gateway takes no frames; its session is lost", gateway=session.name, seconds=STALL_SECONDS)
+                return

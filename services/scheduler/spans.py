@@ -1,0 +1,85 @@
+"""The scheduler's spans of one request: queue, prefill, decode; consecutive, built at its ending from its timeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from libs.clock import Clock
+from libs.telemetry.tracing import SpanEvent, SpanRecord, TraceParent, Tracer, new_span_id
+from services.scheduler.convert import WireTrace
+from services.scheduler.core.request import Request, RequestEvent
+
+_QUEUE, _PREFILL, _DECODE = "queue", "prefill", "decode"
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """The context a submit came with, and the ids that its spans will have. `label` is the client's x-request-id."""
+
+    parent: TraceParent
+    label: str
+    prefill_id: int = field(default_factory=new_span_id)
+    decode_id: int = field(default_factory=new_span_id)
+
+    @property
+    def wire(self) -> WireTrace:
+        """What the worker is told."""
+        return WireTrace(self.parent.child(self.prefill_id), self.decode_id)
+
+
+def emit(tracer: Tracer, trace: RequestTrace, request: Request, clock: Clock) -> None:
+    """Emits the stages that an ended request went through. Each event belongs to the stage it happened in."""
+    line = request.timeline
+    offset = clock.unix_ns() - clock.monotonic_ns()
+    dispatched, first = line.dispatched_ns or line.ended_ns, line.first_token_ns or line.ended_ns
+    stages = [(_QUEUE, new_span_id(), line.received_ns, dispatched)]
+    if line.dispatched_ns:
+        stages.append((_PREFILL, trace.prefill_id, dispatched, first))
+    if line.first_token_ns:
+        stages.append((_DECODE, trace.decode_id, first, line.ended_ns))
+    error = request.ending.error.message if request.ending and request.ending.error else None
+    for index, (name, span_id, start, end) in enumerate(stages):
+        last = index == len(stages) - 1
+        events = [_event(event, offset) for event in line.events if start <= event.at_ns < end or (last and event.at_ns >= end)]
+        tracer.emit(
+            SpanRecord(
+                name,
+                trace.parent.child(span_id),
+                trace.parent.span_id,
+                start + offset,
+                end + offset,
+                attributes=_attributes(name, request),
+                events=events,
+                error=error if last else None,
+                remote_parent=True,
+            )
+        )
+
+
+def _attributes(stage: str, request: Request) -> dict[str, str | int]:
+    line = request.timeline
+    common: dict[str, str | int] = {"tokenloom.request": str(request.key), "tokenloom.attempt": request.attempt}
+    if stage == _QUEUE:
+        waits = [event.detail for event in line.events if event.name == "waiting"]
+        return {**common, "tokenloom.wait_reason": waits[0] if waits else "none", "tokenloom.prompt_tokens": len(request.prompt_ids)}
+    if stage == _PREFILL:
+        chunks = sum(event.name == "chunk" for event in line.events)
+        return {**common, "tokenloom.cached_tokens": request.cached_tokens, "tokenloom.chunks": chunks}
+    ending = request.ending
+    return {
+        **common,
+        "tokenloom.output_tokens": len(request.output_ids),
+        "tokenloom.steps": line.steps,
+        "tokenloom.preemptions": line.preemptions,
+        "tokenloom.device_time_us": line.device_us,
+        "tokenloom.finish_reason": ending.reason.value if ending else "",
+    }
+
+
+def _event(event: RequestEvent, offset: int) -> SpanEvent:
+    attributes: dict[str, str | int] = {}
+    if event.detail:
+        attributes["tokenloom.reason"] = event.detail
+    if event.amount:
+        attributes["tokenloom.tokens"] = event.amount
+    return SpanEvent(event.name, event.at_ns + offset, attributes)

@@ -1,0 +1,165 @@
+"""Streams to worker groups: found in the registry or given by address, dialled, attached, watched. Moves messages, decides nothing.
+
+One `WorkerLink` per address lives as long as the address is known; it dials, attaches with the leader's fencing token and a new epoch,
+and hands what it hears to the engine. Whatever ends the stream (the worker's death, a hung step, silence) ends in one `worker_lost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+
+from libs.errors import ErrorCode, TokenloomError
+from libs.rpc import PROTOCOL_VERSION, connect, error_of
+from libs.telemetry.logs import get_logger
+from tokenloom.worker.v1 import worker_pb2, worker_pb2_grpc
+
+# The worker sends one heartbeat a second; so many seconds of silence on an attached stream mean that it is gone.
+HEARTBEAT_TIMEOUT = 10.0
+# Seconds that a worker may take to finish its running batch and answer an attach.
+ATTACH_TIMEOUT = 60.0
+_BACKOFF_FIRST, _BACKOFF_MOST = 0.1, 2.0
+
+log = get_logger(__name__)
+
+
+class LinkOwner(Protocol):
+    """What a link needs of the engine."""
+
+    def next_epoch(self) -> tuple[int, int]:
+        """The leader's fencing token and an epoch that was never used."""
+
+    def token_refused(self) -> None:
+        """A worker has seen a higher fencing token than ours."""
+
+    def worker_attached(self, link: WorkerLink, attached: worker_pb2.Attached) -> None:
+        """The worker is clean and may be given batches. Raises TokenloomError when it does not fit the mesh."""
+
+    def worker_lost(self, link: WorkerLink, *, crashed: bool) -> None:
+        """The stream of an attached worker is gone; `crashed`: not because the worker drains."""
+
+    def worker_answered(self, link: WorkerLink, result: worker_pb2.StepResult) -> None:
+        """A batch's outcome has arrived."""
+
+
+class LostWorker(Exception):
+    """The stream must end: the reason is the message."""
+
+
+@dataclass(eq=False)
+class WorkerLink:
+    """The stream to one worker group. `outgoing` holds at most the batches that the group may have in flight."""
+
+    address: str
+    owner: LinkOwner
+    step_timeout: float
+    outgoing: asyncio.Queue[worker_pb2.RunRequest] = field(default_factory=asyncio.Queue)
+    attached: bool = False
+    task: asyncio.Task[None] | None = None
+    heartbeat: worker_pb2.Heartbeat = field(default_factory=worker_pb2.Heartbeat)
+
+    @property
+    def name(self) -> str:
+        """The group's name: its address."""
+        return self.address
+
+    def start(self) -> None:
+        """Begins to dial, and goes on until `stop`."""
+        self.task = asyncio.create_task(self._run(), name=f"worker-link {self.address}")
+
+    async def stop(self) -> None:
+        """Ends the stream for good."""
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+
+    def send(self, batch: worker_pb2.StepBatch) -> None:
+        """Queues a batch for the stream."""
+        self.outgoing.put_nowait(worker_pb2.RunRequest(batch=batch))
+
+    async def _run(self) -> None:
+        backoff, said = _BACKOFF_FIRST, ""
+        async with connect(self.address) as channel:
+            while True:
+                error = await self._stream_error(channel)
+                was_attached, self.attached = self.attached, False
+                if was_attached:
+                    self.owner.worker_lost(self, crashed=error.code is not ErrorCode.DRAINING)
+                    backoff, said = _BACKOFF_FIRST, ""
+                if error.message != said:
+                    event = "worker stream ended" if was_attached else "worker cannot be attached"
+                    log.warning(event, worker=self.address, reason=error.message)
+                    said = error.message
+                await asyncio.sleep(backoff)
+                backoff = min(backoff * 2, _BACKOFF_MOST)
+
+    async def _stream_error(self, channel: grpc.aio.Channel) -> TokenloomError:
+        """Runs one stream to its end, and says why it ended."""
+        try:
+            await self._stream(worker_pb2_grpc.WorkerServiceStub(channel))
+        except LostWorker as lost:
+            return TokenloomError(ErrorCode.UNAVAILABLE, str(lost))
+        except TokenloomError as error:
+            return error
+        except grpc.RpcError as rpc_error:
+            reason = error_of(rpc_error)
+            if reason.code is ErrorCode.STALE_FENCING_TOKEN:
+                self.owner.token_refused()
+            return reason
+        return TokenloomError(ErrorCode.UNAVAILABLE, "the worker ended the stream")
+
+    async def _stream(self, stub: Any) -> None:
+        call = stub.Run()
+        token, epoch = self.owner.next_epoch()
+        attach = worker_pb2.Attach(protocol_version=PROTOCOL_VERSION, fencing_token=token, epoch=epoch, scheduler="scheduler")
+        writer = None
+        try:
+            await call.write(worker_pb2.RunRequest(attach=attach))
+            answer = await self._read(call, ATTACH_TIMEOUT)
+            if not answer.HasField("attached") or answer.attached.epoch != epoch:
+                raise LostWorker("the worker's first answer is not the attach's")
+            self.outgoing = asyncio.Queue()
+            self.owner.worker_attached(self, answer.attached)
+            self.attached = True
+            writer = asyncio.create_task(self._write(call, self.outgoing))
+            while True:
+                self._dispatch(await self._read(call, HEARTBEAT_TIMEOUT), epoch)
+        finally:
+            if writer is not None:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+            call.cancel()
+
+    async def _read(self, call: Any, timeout: float) -> worker_pb2.RunResponse:
+        try:
+            message = await asyncio.wait_for(call.read(), timeout)
+        except TimeoutError as error:
+            raise LostWorker(f"the worker was silent for {timeout:.0f} s") from error
+        if not isinstance(message, worker_pb2.RunResponse):
+            await call.code()  # raises nothing; the status of a stream that ended
+            raise grpc.aio.AioRpcError(
+                await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+            )
+        return message
+
+    def _dispatch(self, message: worker_pb2.RunResponse, epoch: int) -> None:
+        match message.WhichOneof("kind"):
+            case "result":
+                self.owner.worker_answered(self, message.result)
+            case "heartbeat" if message.heartbeat.epoch == epoch:
+                self.heartbeat = message.heartbeat
+                if message.heartbeat.running_us > self.step_timeout * 1e6:
+                    step = message.heartbeat.running_step
+                    raise LostWorker(f"step {step} has been running for {message.heartbeat.running_us / 1e6:.0f} s: the worker hangs")
+            case _:
+                pass
+
+    @staticmethod
+    async def _write(call: Any, outgoing: asyncio.Queue[worker_pb2.RunRequest]) -> None:
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await outgoing.get())
