@@ -6,7 +6,6 @@ gateway (HTTP on --port) --unix--> scheduler --unix--> worker
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from cli.child import ServiceSpec
 from cli.flags import SERVICES, ServeOptions, service_config
 from cli.ports import choose
 from cli.rundir import RunDirectory
-from libs.config import ServiceConfig, to_args
+from libs.config import ServiceConfig, to_args, to_text
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.catalog import DEFAULT_MODEL
 from services.gateway.config import GatewayConfig
@@ -115,7 +114,7 @@ def _spec(name: str, config: ServiceConfig, stop_seconds: float) -> ServiceSpec:
 
 
 def _secrets(config: ServiceConfig) -> dict[str, str]:
-    return {f"TOKENLOOM_{name.upper()}": json.dumps(getattr(config, name)) for name in SECRETS if name in config.model_fields_set}
+    return {f"TOKENLOOM_{name.upper()}": to_text(getattr(config, name), name) for name in SECRETS if name in config.model_fields_set}
 
 
 def _traces(options: ServeOptions, log_format: str, run_directory: RunDirectory) -> ServiceSpec:

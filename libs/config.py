@@ -1,7 +1,8 @@
 """The base of every service's configuration: one class per service, whose field docs are its --help.
 
 A field can be given as a flag (`--max-num-seqs 8`), as an environment variable (`TOKENLOOM_MAX_NUM_SEQS=8`) or left at its
-default, in this order. Booleans take `--flag` and `--no-flag`. `cli serve` joins the four classes into one command line and
+default, in this order. Booleans take `--flag` and `--no-flag`; lists are repeated flags or items between commas, in the environment
+too, and `--flag=` is the empty list. `cli serve` joins the four classes into one command line and
 hands each service the flags it knows, so that a default stands in one place only.
 """
 
@@ -11,10 +12,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_origin
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+from libs.errors import ErrorCode, TokenloomError
 
 ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
 
@@ -30,6 +33,8 @@ class ServiceConfig(BaseSettings):
         cli_hide_none_type=True,
         extra="forbid",
         frozen=True,
+        # The library's own reading of lists takes quotes and brackets for JSON: an API key is to arrive as it was typed.
+        enable_decoding=False,
     )
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message that is logged.")
@@ -41,6 +46,14 @@ class ServiceConfig(BaseSettings):
     metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus endpoint (the gateway serves /metrics on its own port).")
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint. 0: none.")
     instance: str = Field("", description="Name of this process in logs, traces and metrics. Empty: made from service and pid.")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _split_list(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name].annotation if info.field_name else None
+        if isinstance(value, str) and get_origin(annotation) is list:
+            return [item.strip() for item in value.split(",") if item.strip()]
+        return value
 
 
 def parse(config: type[ConfigT], args: Sequence[str], *, prog: str) -> ConfigT:
@@ -56,20 +69,24 @@ def parse(config: type[ConfigT], args: Sequence[str], *, prog: str) -> ConfigT:
 
 
 def to_args(config: ServiceConfig, fields: Sequence[str]) -> list[str]:
-    """The flags that make `parse` give the named fields the values they have in `config`; fields left at their default are left out."""
+    """The flags that make `parse` give the named fields the values they have in `config`; fields left at their default are left out.
+
+    Raises TokenloomError (INVALID_REQUEST) for an item of a list with a comma in it.
+    """
     args: list[str] = []
     for name in fields:
-        if name not in config.model_fields_set:
+        value = getattr(config, name)
+        if name not in config.model_fields_set or value is None:
             continue
-        flag, value = name.replace("_", "-"), getattr(config, name)
-        if isinstance(value, bool):
-            args.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list):
-            args.extend(f"--{flag}={item}" for item in value)
-        elif value is not None:
-            args.append(f"--{flag}={_text(value)}")
+        flag = name.replace("_", "-")
+        args.append(f"--{flag}={to_text(value, flag)}" if not isinstance(value, bool) else f"--{flag}" if value else f"--no-{flag}")
     return args
 
 
-def _text(value: Any) -> str:
+def to_text(value: Any, flag: str) -> str:
+    """A value as it is written behind `--flag=` or in the environment. Raises as to_args."""
+    if isinstance(value, list):
+        if any("," in item for item in value):
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, f"--{flag}: an item must not contain a comma", param=flag)
+        return ",".join(value)
     return str(value) if isinstance(value, str | Path) else json.dumps(value)
