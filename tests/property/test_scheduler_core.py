@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from libs.sampling import SamplingParams
+from services.scheduler.convert import from_result, to_batch
 from services.scheduler.core.apply import apply, lose_group
 from services.scheduler.core.plan import Effects, StepOutcome, StepPlan
 from services.scheduler.core.planner import plan
@@ -54,6 +55,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.sent: deque[StepPlan] = deque()
         self.answers: deque[StepOutcome] = deque()
 
+    def run_on_worker(self, step: StepPlan, *, fail: bool = False) -> StepOutcome:
+        return from_result(self.worker.run(to_batch(step, lambda _: None), fail=fail))
+
     def take(self, effects: Effects) -> None:
         for delta in effects.deltas:
             got = self.delivered[delta.request.key]
@@ -94,13 +98,13 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.group is not None and self.sent)
     @rule()
     def worker_runs(self) -> None:
-        self.answers.append(self.worker.run(self.sent.popleft()))
+        self.answers.append(self.run_on_worker(self.sent.popleft()))
 
     @precondition(lambda self: self.group is not None and self.sent and self.failures < 4)
     @rule()
     def worker_fails(self) -> None:
         self.failures += 1
-        self.answers.append(self.worker.run(self.sent.popleft(), fail=True))
+        self.answers.append(self.run_on_worker(self.sent.popleft(), fail=True))
 
     @precondition(lambda self: self.group is not None and self.answers)
     @rule()

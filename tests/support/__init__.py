@@ -1,1 +1,1 @@
-"""Helpers that tests of several areas share."""
+"""Fakes and small models that more than one test needs. Fakes speak the real contracts or drive the real core; none answers from a can."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from libs.blocks import BLOCK_SIZE
-from libs.packing import pack_ids
+from libs.packing import pack_ids, unpack_ids
 from libs.sampling import SamplingParams
 from libs.text.table import TextRule, TextTable, TokenClass
-from services.scheduler.core.plan import BatchOutcome, PlannedOpen, PlannedRow, RowOutcome, StepOutcome, StepPlan, StepTimings
 from services.scheduler.core.stopping import StopRules, StopTracker
+from tokenloom.worker.v1 import worker_pb2
 
 VOCABULARY = 40
 EOS = 0
@@ -63,7 +63,7 @@ class BlockContentError(AssertionError):
 
 @dataclass
 class ModelWorker:
-    """One worker group as a model; `run` executes a plan as a worker would."""
+    """One worker group as a model; `run` executes a batch as a worker would; `steps` has each one's (rows, tokens)."""
 
     num_blocks: int
     num_slots: int
@@ -71,48 +71,63 @@ class ModelWorker:
     blocks: list[list[int | None]] = field(default_factory=list)
     slots: dict[int, _Slot] = field(default_factory=dict)
     completed: int = 0
+    steps: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.blocks = [[None] * BLOCK_SIZE for _ in range(self.num_blocks)]
 
-    def run(self, plan: StepPlan, *, fail: bool = False) -> StepOutcome:
-        """Runs a plan if its predecessor completed; `fail`: it breaks halfway and leaves slots as they were, block contents undefined."""
-        if plan.epoch != self.epoch or (plan.predecessor and plan.predecessor != self.completed):
-            return StepOutcome(plan.epoch, plan.number, BatchOutcome.NOT_RUN)
+    def run(self, batch: worker_pb2.StepBatch, *, fail: bool = False) -> worker_pb2.StepResult:
+        """Runs a batch if its predecessor completed; `fail`: it breaks halfway and leaves slots as they were, block contents undefined."""
+        result = worker_pb2.StepResult(epoch=batch.epoch, number=batch.number)
+        if batch.epoch != self.epoch or (batch.predecessor and batch.predecessor != self.completed):
+            result.outcome = worker_pb2.BATCH_OUTCOME_NOT_RUN
+            return result
         before = {index: slot.copy() for index, slot in self.slots.items()}
-        for slot in plan.closes:
+        for slot in batch.closes:
             self.slots.pop(slot, None)
-        for entry in plan.opens:
+        for entry in batch.opens:
             self._open(entry)
-        tokens = [self._row(row) for row in plan.rows]
+        tokens = self._rows(batch)
         if fail:
             self.slots = before
-            return StepOutcome(plan.epoch, plan.number, BatchOutcome.FAILED)
-        self.completed = plan.number
-        rows = [RowOutcome.OK] * len(tokens)
-        return StepOutcome(plan.epoch, plan.number, BatchOutcome.OK, rows, tokens, timings=StepTimings(forward_us=1000, total_us=1100))
+            result.outcome = worker_pb2.BATCH_OUTCOME_FAILED
+            return result
+        self.completed = batch.number
+        self.steps.append((len(tokens), sum(batch.counts)))
+        result.outcome = worker_pb2.BATCH_OUTCOME_OK
+        result.row_outcomes = bytes([worker_pb2.ROW_OUTCOME_OK] * len(tokens))
+        result.token_counts.extend(len(row) for row in tokens)
+        result.token_ids = pack_ids(itertools.chain.from_iterable(tokens))
+        result.timings.forward_us, result.timings.total_us = 1000, 1100
+        return result
 
-    def _open(self, entry: PlannedOpen) -> None:
-        request, residency = entry.request, entry.residency
-        assert residency.slot < self.num_slots
-        tokens = [*request.prompt_ids, *request.output_ids]
-        slot = _Slot(tokens, len(request.prompt_ids), entry.computed, list(entry.blocks), request.sampling)
-        assert entry.computed < len(tokens), "the last known token must be computed"
-        self._check_read(slot, entry.computed)
-        self.slots[residency.slot] = slot
+    def _open(self, entry: worker_pb2.Open) -> None:
+        assert entry.slot < self.num_slots
+        prompt = unpack_ids(entry.prompt_ids)
+        tokens = [*prompt, *unpack_ids(entry.output_ids)]
+        params = SamplingParams.from_proto(entry.sampling)
+        slot = _Slot(tokens, len(prompt), entry.computed_tokens, unpack_ids(entry.block_ids), params)
+        assert entry.computed_tokens < len(tokens), "the last known token must be computed"
+        self._check_read(slot, entry.computed_tokens)
+        self.slots[entry.slot] = slot
 
-    def _row(self, row: PlannedRow) -> list[int]:
-        slot = self.slots[row.residency.slot]
-        assert row.start == slot.length, f"row starts at {row.start}, the slot ends at {slot.length}"
-        slot.blocks.extend(row.new_blocks)
-        end = row.start + row.count
+    def _rows(self, batch: worker_pb2.StepBatch) -> list[list[int]]:
+        assert len(set(batch.slots)) == len(batch.slots), "a slot stands twice in a batch"
+        fresh = iter(unpack_ids(batch.new_block_ids))
+        rows = zip(batch.slots, batch.counts, batch.samples, batch.new_block_counts, strict=True)
+        return [self._row(slot, count, bool(sample), list(itertools.islice(fresh, new))) for slot, count, sample, new in rows]
+
+    def _row(self, index: int, count: int, sample: bool, new_blocks: list[int]) -> list[int]:
+        slot = self.slots[index]
+        slot.blocks.extend(new_blocks)
+        end = slot.length + count
         assert end <= len(slot.tokens), "a row computes tokens that nobody knows"
         assert len(set(slot.blocks)) == len(slot.blocks), "a block stands twice in a block table"
-        for position in range(row.start, end):
+        for position in range(slot.length, end):
             self.blocks[slot.blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE] = slot.tokens[position]
         self._check_read(slot, end)
         slot.length = end
-        if not row.sample:
+        if not sample:
             return []
         assert end == len(slot.tokens), "a row samples before its last known token"
         slot.tokens.append(next_token(slot.tokens, len(slot.tokens) - slot.prompt, slot.params))

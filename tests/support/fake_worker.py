@@ -1,0 +1,106 @@
+"""A WorkerService over real gRPC whose computing is the block-modelling ModelWorker: for tests of the scheduler's shell."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from libs.errors import ErrorCode, TokenloomError
+from libs.rpc import PROTOCOL_VERSION, Server, abort, listen, new_server
+from tests.support.model_worker import EOS, VOCABULARY, ModelWorker
+from tokenloom.common.v1 import common_pb2
+from tokenloom.worker.v1 import worker_pb2, worker_pb2_grpc
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """One group. `gate` set: steps run; cleared: they wait. `fail_steps`: how many of the next batches fail. `batches`: what arrived."""
+
+    def __init__(self, *, blocks: int = 64, slots: int = 8, max_model_len: int = 128, step_seconds: float = 0.0) -> None:
+        self.blocks, self.slots, self.max_model_len, self.step_seconds = blocks, slots, max_model_len, step_seconds
+        self.model = ModelWorker(blocks, slots)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.fail_steps = 0
+        self.highest_token = 0
+        self.attaches: list[worker_pb2.Attach] = []
+        self.batches: list[worker_pb2.StepBatch] = []
+        self.arrived = asyncio.Condition()
+        self.fingerprint = "table"
+        self.running_us = 0
+        self._server: Server | None = None
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def start(self, address: str) -> str:
+        """Listens; returns the address."""
+        self._server = new_server([])
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
+        return await listen(self._server, address)
+
+    async def stop(self) -> None:
+        """Dies: every stream breaks at once."""
+        if self._server is not None:
+            await self._server.server.stop(0)
+            self._server = None
+
+    async def wait_batches(self, count: int) -> None:
+        """Until `count` batches have arrived since the start."""
+        async with self.arrived:
+            await self.arrived.wait_for(lambda: len(self.batches) >= count)
+
+    async def Run(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """See WorkerService.Run."""
+        first = await context.read()
+        attach = first.attach
+        if attach.fencing_token < self.highest_token:
+            await abort(context, TokenloomError(ErrorCode.STALE_FENCING_TOKEN, f"a scheduler with token {self.highest_token} was here"))
+        self.highest_token = attach.fencing_token
+        self.attaches.append(attach)
+        self.model = ModelWorker(self.blocks, self.slots, epoch=attach.epoch)
+        await context.write(worker_pb2.RunResponse(attached=self._attached(attach.epoch)))
+        beats = asyncio.create_task(self._beat(attach.epoch, context))
+        try:
+            while isinstance(request := await context.read(), worker_pb2.RunRequest):
+                await self._step(request.batch, context)
+        finally:
+            beats.cancel()
+
+    async def _step(self, batch: worker_pb2.StepBatch, context: Any) -> None:
+        self.batches.append(batch)
+        async with self.arrived:
+            self.arrived.notify_all()
+        await self.gate.wait()
+        if self.step_seconds:
+            await asyncio.sleep(self.step_seconds)  # stands for the time that a step takes
+        fail, self.fail_steps = self.fail_steps > 0, max(0, self.fail_steps - 1)
+        result = self.model.run(batch, fail=fail)
+        if self.step_seconds:
+            result.timings.total_us = int(self.step_seconds * 1e6)
+        await context.write(worker_pb2.RunResponse(result=result))
+
+    async def _beat(self, epoch: int, context: Any) -> None:
+        while True:
+            beat = worker_pb2.Heartbeat(epoch=epoch, running_us=self.running_us, running_step=1)
+            await context.write(worker_pb2.RunResponse(heartbeat=beat))
+            await asyncio.sleep(0.05)  # the heartbeat's period
+
+    def _attached(self, epoch: int) -> worker_pb2.Attached:
+        facts = worker_pb2.WorkerFacts(
+            fingerprints=common_pb2.Fingerprints(model="model", tokenizer=self.fingerprint, numerics="hash"),
+            block_size=16,
+            num_blocks=self.blocks,
+            kv_dtype="float32",
+            max_model_len=self.max_model_len,
+            eos_token_ids=[EOS],
+            vocab_size=VOCABULARY,
+            logits_width=VOCABULARY,
+            max_in_flight=2,
+            feed_forward_distance=1,
+            num_slots=self.slots,
+            max_tokens_per_step=64,
+            device="model",
+        )
+        return worker_pb2.Attached(
+            protocol_version=PROTOCOL_VERSION, boot_id=7, highest_fencing_token=self.highest_token, epoch=epoch, facts=facts
+        )
