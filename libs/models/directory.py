@@ -57,6 +57,14 @@ class ModelDirectory:
         """The model's shape. Raises TokenloomError(UNSUPPORTED) when this version cannot serve it."""
         return LlamaConfig.from_json(self._json("config.json"))
 
+    @cached_property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, of any architecture: every id below it may stand in a prompt."""
+        size = self._json("config.json").get("vocab_size")
+        if not isinstance(size, int):
+            raise _broken(f"{self.path / 'config.json'} has no vocab_size")
+        return size
+
     @property
     def tokenizer_file(self) -> Path:
         """tokenizer.json."""
