@@ -48,7 +48,7 @@ class GatewayMetrics:
 
     def _requests(self) -> None:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests. The rate is the prefill load.")
-        self.generation_tokens = self._counter("generation_tokens", "Output tokens of ended requests. The rate is the throughput.")
+        self.generation_tokens = self._counter("generation_tokens", "Output tokens received. The rate is the throughput.")
         self.request_prompt_tokens = self._histogram(
             "request_prompt_tokens", "Prompt length of ended requests. Long tails want chunked prefill and prefix caching.", TOKEN_BUCKETS
         )

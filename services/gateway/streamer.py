@@ -21,13 +21,16 @@ class Change:
 
 @dataclass(slots=True)
 class Choice:
-    """One choice: its ticket and the text so far held back. Deltas that piled up since the last `advance` come as one."""
+    """One choice: its ticket, its prompt (little-endian uint32) and the text held back so far.
+
+    Deltas that piled up since the last `advance` come as one.
+    """
 
     index: int
     ticket: Ticket
+    prompt_ids: bytes = field(repr=False)
     text: IncrementalText
     ended: bool = False
-    prompt_ids: bytes = field(default=b"", repr=False)
 
     def advance(self) -> Change | None:
         """What is new since the last call, or None. The tokens of an ending go to the text together with where it cuts."""

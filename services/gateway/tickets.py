@@ -97,8 +97,8 @@ class Ticket:
 class BookObserver:
     """What the book tells about itself; the default tells nobody."""
 
-    def tokens(self, ticket: Ticket, gap_ns: int) -> None:
-        """New tokens arrived `gap_ns` after the ticket's previous ones (0: its first)."""
+    def tokens(self, count: int, gap_ns: int) -> None:
+        """`count` new tokens of a ticket arrived, `gap_ns` after its previous ones (0: its first)."""
 
     def resumed(self, ticket: Ticket) -> None:
         """A ticket will be submitted again."""
@@ -217,7 +217,7 @@ class TicketBook:
         if known >= len(tokens):
             return False
         ticket.output += tokens[known:]
-        self._observer.tokens(ticket, now - ticket.last_token_ns if ticket.last_token_ns else 0)
+        self._observer.tokens(len(tokens) - known, now - ticket.last_token_ns if ticket.last_token_ns else 0)
         ticket.first_token_ns = ticket.first_token_ns or now
         ticket.last_token_ns = now
         return True

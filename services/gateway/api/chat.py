@@ -1,0 +1,19 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from services.gateway.api.decode import decode_chat
+from services.gateway.api.endpoint import Api
+from services.gateway.api.models import resolve_model
+from services.gateway.api.validate import want_chat
+from services.gateway.api.writers import ChatWriter
+from services.gateway.mesh import Mesh
+from services.gateway.wanted import Wanted
+
+
+def _read(body: bytearray, mesh: Mesh, label: str) -> Wanted:
+    request = decode_chat(body)
+    return want_chat(request, resolve_model(mesh.config, request.model), label)
+
+
+CHAT = Api("/v1/chat/completions", "chat", "chatcmpl", _read, ChatWriter)

@@ -1,0 +1,207 @@
+"""POST endpoints that generate: from the connection to the last byte, every error on its way out in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import string
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+from starlette.types import Receive, Scope, Send
+
+from libs.errors import ErrorCode, TokenloomError
+from libs.telemetry.logs import get_logger
+from libs.telemetry.tracing import TraceParent
+from services.gateway import sse
+from services.gateway.api.errors import error_body, error_headers, error_struct
+from services.gateway.api.writers import Finished, Writer
+from services.gateway.connection import ClientGone, Connection, Headers, SlowReader
+from services.gateway.endings import error_of_cancel
+from services.gateway.generate import Generation
+from services.gateway.mesh import Mesh
+from services.gateway.record import RequestRecord
+from services.gateway.streamer import Change, Choice
+from services.gateway.tickets import CancelReason
+from services.gateway.wanted import Wanted
+
+_MAX_REQUEST_ID = 128
+_REQUEST_ID_CHARS = frozenset(string.ascii_letters + string.digits + "-_.:/+=@")
+
+_log = get_logger("gateway.api")
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What differs between the generating endpoints. `read` makes Wanted of body, mesh and x-request-id."""
+
+    route: str
+    operation: str
+    id_prefix: str
+    read: Callable[[bytearray, Mesh, str], Wanted]
+    writer: Callable[[Wanted, str, int], Writer]
+
+
+class GenerationEndpoint:
+    """An ASGI application for one of the APIs."""
+
+    def __init__(self, mesh: Mesh, api: Api) -> None:
+        self._mesh, self._api = mesh, api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        config = self._mesh.config
+        connection = Connection(scope, receive, send, max_body_bytes=config.max_body_bytes, slow_reader_timeout=config.slow_reader_timeout)
+        await _Exchange(self._mesh, self._api, connection).run()
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(self, mesh: Mesh, api: Api, connection: Connection) -> None:
+        self._mesh, self._api, self._connection = mesh, api, connection
+        self._record = _new_record(mesh, api, connection)
+        context, request_id = self._record.context, self._record.request_id
+        self._headers: Headers = [(b"x-request-id", request_id.encode()), (b"traceparent", str(context).encode())]
+        structlog.contextvars.bind_contextvars(request_id=request_id, trace_id=f"{context.trace_id:032x}")
+        self._generation: Generation | None = None
+
+    async def run(self) -> None:
+        """Serves, and accounts for it whatever happened."""
+        record, connection = self._record, self._connection
+        try:
+            await self._answer()
+        except (ClientGone, SlowReader):
+            record.status = record.status or 499
+        finally:
+            if self._generation is not None:
+                await self._generation.close()
+            connection.close()
+            record.finish(self._mesh.clock, self._mesh.metrics, self._mesh.tracer)
+            structlog.contextvars.clear_contextvars()
+
+    async def _answer(self) -> None:
+        try:
+            await self._serve_or_fail()
+        except ClientGone:
+            self._record.error = error_of_cancel(CancelReason.CANCEL_REASON_CLIENT_DISCONNECTED)
+            self._interrupt(CancelReason.CANCEL_REASON_CLIENT_DISCONNECTED)
+            raise
+        except SlowReader:
+            self._record.error = error_of_cancel(CancelReason.CANCEL_REASON_SLOW_READER)
+            self._interrupt(CancelReason.CANCEL_REASON_SLOW_READER)
+            await self._connection.cut()
+            raise
+        except asyncio.CancelledError:
+            self._interrupt(CancelReason.CANCEL_REASON_SHUTDOWN)
+            raise
+
+    async def _serve_or_fail(self) -> None:
+        try:
+            await self._serve()
+        except TokenloomError as error:
+            await self._fail(error)
+        except (ClientGone, SlowReader):
+            raise
+        except Exception:
+            _log.exception("a request failed by a fault of this server")
+            await self._fail(TokenloomError(ErrorCode.INTERNAL, "The server failed; its log has the details"))
+
+    def _interrupt(self, reason: CancelReason.ValueType) -> None:
+        if self._generation is not None:
+            self._generation.interrupt(reason)
+
+    async def _serve(self) -> None:
+        connection, mesh, record = self._connection, self._mesh, self._record
+        _require_json(connection)
+        body = await connection.body()
+        # The trace is about the server: a client's slow upload is not part of it.
+        record.started_ns, record.started_mono = mesh.clock.unix_ns(), mesh.clock.monotonic_ns()
+        mesh.require_ready()
+        wanted = record.wanted = self._api.read(body, mesh, record.request_id)
+        generation = self._generation = Generation(mesh, wanted, record)
+        connection.watch(lambda: generation.interrupt(CancelReason.CANCEL_REASON_CLIENT_DISCONNECTED))
+        await generation.prepare()
+        generation.submit()
+        writer = self._api.writer(wanted, record.response_id, record.started_ns // 1_000_000_000)
+        if wanted.stream:
+            await self._stream(generation, writer, wanted)
+        else:
+            await self._respond(200, await _collect(generation, writer))
+
+    async def _stream(self, generation: Generation, writer: Writer, wanted: Wanted) -> None:
+        # Nothing is sent before the first tokens: until then an error still has its own status.
+        changes = await generation.changes()
+        self._record.status = 200
+        await self._connection.start_stream([*sse.HEADERS, *self._headers])
+        data = b"".join(sse.event(chunk) for chunk in writer.opening(generation.choices))
+        while True:
+            data += _events(writer, changes, generation.choices)
+            if generation.ended:
+                break
+            if data:
+                await self._connection.write(data)
+            changes, data = await generation.changes(), b""
+        if wanted.include_usage:
+            data += sse.event(writer.usage_chunk(generation.choices))
+        await self._connection.write(data + sse.DONE)
+        await self._connection.end()
+
+    async def _fail(self, error: TokenloomError) -> None:
+        """Tells the client, in the stream if it has begun, and remembers."""
+        self._record.error = error
+        if error.code is ErrorCode.CANCELLED and self._connection.gone:
+            raise ClientGone
+        if self._connection.started:
+            await self._connection.write(sse.event(error_struct(error)) + sse.DONE)
+            await self._connection.end()
+            return
+        await self._respond(error.code.spec.http_status, error_body(error), error_headers(error))
+
+    async def _respond(self, status: int, body: bytes, headers: Headers = ()) -> None:
+        self._record.status = status
+        await self._connection.respond(status, body, [*self._headers, *headers])
+
+
+def _events(writer: Writer, changes: list[Change], choices: list[Choice]) -> bytes:
+    chunks = (writer.chunk(change, choices) for change in changes)
+    return b"".join(sse.event(chunk) for chunk in chunks if chunk is not None)
+
+
+async def _collect(generation: Generation, writer: Writer) -> bytes:
+    """Reads until every choice has ended; the response's JSON."""
+    texts: list[list[str]] = [[] for _ in generation.choices]
+    last: dict[int, Change] = {}
+    while not generation.ended:
+        for change in await generation.changes():
+            texts[change.index].append(change.text)
+            last[change.index] = change
+    finished = [Finished(choice, "".join(texts[choice.index]), choice.ticket.output, last[choice.index]) for choice in generation.choices]
+    return msgspec.json.encode(writer.whole(finished))
+
+
+def _require_json(connection: Connection) -> None:
+    # Also what keeps web pages from posting here without asking: a form cannot send this type across origins.
+    kind = connection.header(b"content-type").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise TokenloomError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json")
+
+
+def _new_record(mesh: Mesh, api: Api, connection: Connection) -> RequestRecord:
+    request_id = connection.header(b"x-request-id")
+    if not request_id or len(request_id) > _MAX_REQUEST_ID or not _REQUEST_ID_CHARS.issuperset(request_id):
+        request_id = uuid.uuid4().hex
+    parent = TraceParent.parse(connection.header(b"traceparent"), connection.header(b"tracestate"))
+    fresh = TraceParent.new(sampled=mesh.tracer.enabled)
+    return RequestRecord(
+        operation=api.operation,
+        route=api.route,
+        request_id=request_id,
+        response_id=f"{api.id_prefix}-{request_id}",
+        context=fresh if parent is None else parent.child(fresh.span_id),
+        parent_id=0 if parent is None else parent.span_id,
+        started_ns=mesh.clock.unix_ns(),
+        started_mono=mesh.clock.monotonic_ns(),
+    )

@@ -1,0 +1,122 @@
+"""The ASGI application: routes, and the three things that surround all of them (counting, CORS, keys)."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from libs.errors import ErrorCode, TokenloomError
+from services.gateway.api.chat import CHAT
+from services.gateway.api.completions import COMPLETIONS
+from services.gateway.api.endpoint import GenerationEndpoint
+from services.gateway.api.ops import error_response, routes
+from services.gateway.mesh import Mesh
+from services.gateway.metrics import GatewayMetrics
+
+
+def new_app(mesh: Mesh) -> Starlette:
+    """The gateway's application. Middleware is plain ASGI: BaseHTTPMiddleware would hide a client's departure."""
+    config = mesh.config
+    middleware = [Middleware(CountResponses, metrics=mesh.metrics)]
+    if config.allowed_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=["x-request-id", "traceparent", "retry-after"],
+        )
+        middleware.append(cors)
+    if config.api_key:
+        middleware.append(Middleware(RequireKey, keys=config.api_key))
+    generating = [Route(api.route, GenerationEndpoint(mesh, api), methods=["POST"]) for api in (CHAT, COMPLETIONS)]
+    return Starlette(
+        routes=[*generating, *routes(mesh)],
+        middleware=middleware,
+        exception_handlers={HTTPException: _on_http_exception, TokenloomError: _on_error},
+    )
+
+
+async def _on_http_exception(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException), "registered for this class only"
+    name = f"{request.method} {request.url.path[:256]}"
+    if problem.status_code == 405:
+        response = error_response(TokenloomError(ErrorCode.METHOD_NOT_ALLOWED, f"{name}: this method is not allowed here"))
+        response.headers.update(problem.headers or {})
+        return response
+    code = ErrorCode.NOT_FOUND if problem.status_code == 404 else ErrorCode.INVALID_REQUEST
+    return error_response(TokenloomError(code, f"{name} does not exist" if problem.status_code == 404 else problem.detail))
+
+
+async def _on_error(_request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, TokenloomError), "registered for this class only"
+    return error_response(problem)
+
+
+class RequireKey:
+    """Lets /v1 be used only with one of `keys` as bearer token. Every key is compared in constant time."""
+
+    def __init__(self, app: ASGIApp, keys: list[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and scope["path"].startswith("/v1/") and not self._allowed(scope):
+            error = TokenloomError(ErrorCode.UNAUTHORIZED, "A valid API key is required: Authorization: Bearer KEY")
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        given = b""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                scheme, _, token = value.partition(b" ")
+                given = token.strip() if scheme.lower() == b"bearer" else b""
+        # All are compared, so that time does not tell which one was near.
+        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
+
+
+class CountResponses:
+    """Counts responses by route and status; 499 where the client left before there was one."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 499
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            self._metrics.http_requests.labels(path=_route_of(scope["path"]), status=str(status)).inc()
+
+
+_PATHS = frozenset({CHAT.route, COMPLETIONS.route, "/v1/models", "/health", "/ready", "/version", "/metrics"})
+
+
+def _route_of(path: str) -> str:
+    """A path as a metric label: clients must not be able to make new ones."""
+    if path.startswith("/v1/models/"):
+        return "/v1/models/{name}"
+    return path if path in _PATHS else "other"

@@ -1,0 +1,242 @@
+"""One request's life as the gateway sees it: admit, encode, submit, read; and its end, whoever asks for it.
+
+prepare:  admit -> encode          an interruption raises at once; nothing has been handed over
+submit:   one ticket per prompt    from here the tickets' endings end it, the interruption's too
+changes:  tokens -> text, until every choice has ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from libs.errors import ErrorCode, TokenloomError
+from libs.packing import count_ids
+from libs.text.decoding import IncrementalText
+from services.gateway.admission import Lease
+from services.gateway.endings import error_of_cancel, error_of_ending
+from services.gateway.mesh import Mesh
+from services.gateway.record import RequestRecord
+from services.gateway.streamer import Change, Choice
+from services.gateway.tickets import CancelReason, Ticket
+from services.gateway.wanted import Prompt, Wanted
+from tokenloom.common.v1 import common_pb2
+from tokenloom.scheduler.v1 import scheduler_pb2
+from tokenloom.tokenizer.v1 import tokenizer_pb2
+
+# Prompts of one request that are encoded at a time: one request must not fill the tokenizers' queues.
+ENCODE_CONCURRENCY = 8
+# Seconds that an interrupted request waits for the scheduler's word on how it ended before its client gets the answer anyway,
+ENDING_PATIENCE = 5.0
+# and that its accounting waits for it.
+TOMBSTONE_PATIENCE = 60.0
+
+_random = random.SystemRandom()
+_T = TypeVar("_T")
+
+
+class Generation:
+    """All choices of one HTTP request. `close` must be awaited whatever happens; it leaves nothing running at the scheduler."""
+
+    def __init__(self, mesh: Mesh, wanted: Wanted, record: RequestRecord) -> None:
+        self._mesh, self._wanted, self._record = mesh, wanted, record
+        self._bell = asyncio.Event()
+        self._interrupted: asyncio.Future[CancelReason.ValueType] = asyncio.get_running_loop().create_future()
+        self._gave_up = False
+        self._timers: list[asyncio.TimerHandle] = []
+        self._leases: list[Lease] = []
+        self._encoded: list[tokenizer_pb2.EncodeResponse] = []
+        self._deadline_ns = self._start_deadline()
+        self.choices: list[Choice] = record.choices
+        mesh.opened(self)
+
+    def _start_deadline(self) -> int | None:
+        limit, asked = self._mesh.config.request_timeout or None, self._wanted.timeout
+        timeout = limit if asked is None else min(asked, limit or asked)
+        if timeout is None:
+            return None
+        spent = (self._mesh.clock.monotonic_ns() - self._record.started_mono) / 1e9
+        self._later(timeout - spent, lambda: self.interrupt(CancelReason.CANCEL_REASON_TIMEOUT))
+        return self._record.started_mono + round(timeout * 1e9)
+
+    def _later(self, seconds: float, action: Any) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, action))
+
+    def interrupt(self, reason: CancelReason.ValueType) -> None:
+        """Asks for the end, from wherever: the first reason counts. Never blocks."""
+        if self._interrupted.done():
+            return
+        self._interrupted.set_result(reason)
+        for choice in self.choices:
+            self._mesh.session.cancel(choice.ticket, reason)
+        self._later(ENDING_PATIENCE, self._give_up)
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+        self._bell.set()
+
+    async def prepare(self) -> None:
+        """Admits the request and encodes its prompts.
+
+        Raises TokenloomError: not ready, over the window, what the tokenizer refuses, a context that is too small, an interruption.
+        """
+        self._mesh.require_ready()
+        facts = self._facts()
+        self._refuse_unsafe_stops()
+        expected = self._wanted.sampling.max_tokens or facts.defaults.max_new_tokens or facts.max_model_len
+        estimates = [min(prompt.estimate + expected, facts.max_model_len) for prompt in self._wanted.prompts]
+        self._leases = self._mesh.admission.admit(self._mesh.session.window, estimates)
+        self._record.parsed_ns = self._mesh.clock.unix_ns()
+        self._encoded = await self._unless_interrupted(self._encode_all(facts.max_model_len))
+        self._record.tokenized_ns = self._mesh.clock.unix_ns()
+
+    def _facts(self) -> scheduler_pb2.ModelFacts:
+        facts = self._mesh.session.facts
+        if facts is None:
+            raise TokenloomError(ErrorCode.NO_WORKER, "The server does not know its model yet", retry_after_ms=1000)
+        return facts
+
+    def _refuse_unsafe_stops(self) -> None:
+        table = self._mesh.tokenizers.table
+        if self._wanted.sampling.stop and table is not None and not table.verified:
+            raise TokenloomError(
+                ErrorCode.UNSUPPORTED,
+                "stop strings are not supported with this model: its tokens' text could not be verified",
+                param="stop",
+            )
+
+    async def _unless_interrupted(self, work: Coroutine[Any, Any, _T]) -> _T:
+        task = asyncio.ensure_future(work)
+        try:
+            waited: set[asyncio.Future[Any]] = {task, self._interrupted}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if self._interrupted.done():
+                raise error_of_cancel(self._interrupted.result())
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+            elif not task.cancelled():
+                task.exception()
+
+    async def _encode_all(self, max_tokens: int) -> list[tokenizer_pb2.EncodeResponse]:
+        slots = asyncio.Semaphore(ENCODE_CONCURRENCY)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._encode(prompt, max_tokens, slots)) for prompt in self._wanted.prompts]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _encode(self, prompt: Prompt, max_tokens: int, slots: asyncio.Semaphore) -> tokenizer_pb2.EncodeResponse:
+        prompt.request.max_tokens = max_tokens
+        async with slots:
+            try:
+                return await self._mesh.tokenizers.encode(
+                    prompt.request, timeout=self._remaining(), traceparent=str(self._record.context.child(self._record.tokenize_span))
+                )
+            except TokenloomError as error:
+                if error.param is None and error.code.spec.http_status == 400:
+                    error.param = prompt.param
+                raise
+
+    def _remaining(self) -> float | None:
+        return None if self._deadline_ns is None else max((self._deadline_ns - self._mesh.clock.monotonic_ns()) / 1e9, 0.001)
+
+    def submit(self) -> None:
+        """Hands every prompt over. Raises TokenloomError when one does not fit into the context; then none has been."""
+        facts, table = self._facts(), self._mesh.tokenizers.table
+        if table is None:
+            raise TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, "no tokenizer has answered yet", retry_after_ms=1000)
+        drawn = [_random.getrandbits(64) for _ in self._encoded]
+        resolved = [
+            self._wanted.sampling.resolve(facts, count_ids(encoded.token_ids), seed)
+            for encoded, seed in zip(self._encoded, drawn, strict=True)
+        ]
+        first = resolved[0]
+        self._record.sampling = {
+            "gen_ai.request.max_tokens": first.max_tokens,
+            "gen_ai.request.temperature": first.temperature,
+            "gen_ai.request.top_p": first.top_p,
+            "gen_ai.request.top_k": first.top_k,
+        }
+        for index, (encoded, sampling) in enumerate(zip(self._encoded, resolved, strict=True)):
+            self._leases[index].settle(count_ids(encoded.token_ids) + sampling.max_tokens)
+            ticket = self._ticket(encoded, sampling.to_proto(), self._leases[index])
+            self.choices.append(Choice(index, ticket, encoded.token_ids, IncrementalText(table, sampling.stop)))
+            self._mesh.session.submit(ticket)
+            self._mesh.traffic.prompt_tokens += count_ids(encoded.token_ids)
+
+    def _ticket(self, encoded: tokenizer_pb2.EncodeResponse, sampling: common_pb2.SamplingParams, lease: Lease) -> Ticket:
+        context = self._record.context
+        submit = scheduler_pb2.Submit(
+            id=self._mesh.book.next_id(),
+            prompt_ids=encoded.token_ids,
+            block_hashes=encoded.block_hashes,
+            sampling=sampling,
+            trace=common_pb2.TraceContext(traceparent=str(context), tracestate=context.state),
+            label=self._record.request_id,
+            choices=1,
+        )
+        self._record.internal_ids.append(f"{self._mesh.session.instance:x}:{submit.id}")
+        return Ticket(submit, self._bell, deadline_ns=self._deadline_ns, on_ended=lease.release)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice's ending has been read."""
+        return all(choice.ended for choice in self.choices)
+
+    async def changes(self) -> list[Change]:
+        """What is new, at least one change, as soon as there is any; everything that piled up comes at once.
+
+        Raises TokenloomError when a choice failed; the others are cancelled then.
+        """
+        while True:
+            found = [change for choice in self.choices if (change := choice.advance()) is not None]
+            if found:
+                self._note_first_token()
+                self._raise_failure(found)
+                return found
+            if self._gave_up:
+                raise error_of_cancel(self._interrupted.result())
+            self._bell.clear()
+            await self._bell.wait()
+
+    def _note_first_token(self) -> None:
+        if self._record.first_token_mono:
+            return
+        firsts = [choice.ticket.first_token_ns for choice in self.choices if choice.ticket.first_token_ns]
+        if firsts:
+            self._record.first_token_mono = min(firsts)
+            self._mesh.metrics.time_to_first_token.observe((min(firsts) - self._record.started_mono) / 1e9)
+
+    def _raise_failure(self, changes: list[Change]) -> None:
+        for change in changes:
+            error = error_of_ending(change.ending) if change.ending is not None else None
+            if error is not None:
+                self.interrupt(CancelReason.CANCEL_REASON_SIBLING_FAILED)
+                raise error
+
+    async def close(self) -> None:
+        """Cancels what still runs, waits (boundedly) for how it ended, and gives everything back. A second call does nothing."""
+        self.interrupt(CancelReason.CANCEL_REASON_SIBLING_FAILED)
+        for lease in self._leases[len(self.choices) :]:
+            lease.release()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TOMBSTONE_PATIENCE):
+                    await self._all_endings()
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+            self._mesh.closed(self)
+
+    async def _all_endings(self) -> None:
+        while any(choice.ticket.ending is None for choice in self.choices):
+            self._bell.clear()
+            await self._bell.wait()

@@ -1,0 +1,69 @@
+"""uvicorn as the gateway needs it: its signals are ours, and a request can cut its own connection."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.gateway.connection import ABORT
+
+
+class _Protocol(HttpToolsProtocol):
+    """Closing a connection waits until its buffer is sent, which never happens with a client that does not read: offer the abort too."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        cast("dict[str, Any]", self.scope)["extensions"] = {ABORT: self.transport.abort}
+
+
+class HttpServer(uvicorn.Server):
+    """A server that leaves signals to libs.process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See uvicorn.Server; captures none."""
+        yield
+
+
+def new_server(app: Any) -> HttpServer:
+    """A server of `app` on httptools, without access log (the gateway writes its own line) and lifespan events."""
+    return HttpServer(
+        uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
+            backlog=2048,
+        )
+    )
+
+
+def bind(host: str, port: int, uds: str) -> tuple[socket.socket, str]:
+    """A socket to serve on and the URL it is reached at. Raises OSError when the address is taken or not ours."""
+    if uds:
+        with contextlib.suppress(FileNotFoundError):
+            Path(uds).unlink()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(uds)
+        return listener, f"unix:{uds}"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    name = f"[{host}]" if family is socket.AF_INET6 else host
+    return listener, f"http://{name}:{listener.getsockname()[1]}"

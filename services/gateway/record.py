@@ -1,0 +1,216 @@
+"""What is remembered of one request while it runs, and its trace, metrics and log line when it is over.
+
+The stages of a request with one choice touch each other and add up to its root span:
+
+    tokenize | transport | queue | prefill | decode | transport | stream
+    (parse, admit, encode: gateway) (gateway) (---- scheduler's ----) (gateway) (until the last byte)
+
+queue, prefill and decode are emitted by the scheduler. The two transports lie between the two processes' clocks: where the
+scheduler's wall-clock instants do not fall into the gateway's, what its durations leave is split into halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import SpanKind
+from opentelemetry.util.types import AttributeValue
+
+from libs.clock import Clock
+from libs.errors import TokenloomError
+from libs.telemetry.logs import get_logger
+from libs.telemetry.tracing import SpanRecord, TraceParent, Tracer, new_span_id
+from services.gateway.endings import finish_reason, label_of
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.streamer import Choice
+from services.gateway.tickets import FinishReason, Ticket
+from services.gateway.wanted import Wanted
+from tokenloom.scheduler.v1 import scheduler_pb2
+
+_log = get_logger("gateway.request")
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """A choice's way through the scheduler on the gateway's wall clock, in Unix nanoseconds."""
+
+    submitted_ns: int
+    received_ns: int
+    ended_ns: int
+    returned_ns: int
+
+
+def hop_of(timings: scheduler_pb2.Timings, submitted_ns: int, returned_ns: int) -> Hop:
+    """Where the scheduler's part lies between submit and return. Without timings, all of it is transport."""
+    received, ended = timings.received_unix_ns, timings.ended_unix_ns
+    if submitted_ns <= received <= ended <= returned_ns:
+        return Hop(submitted_ns, received, ended, returned_ns)
+    inside = 1000 * (timings.queue_us + timings.prefill_us + timings.decode_us)
+    half = max(returned_ns - submitted_ns - inside, 0) // 2
+    return Hop(submitted_ns, submitted_ns + half, max(returned_ns - half, submitted_ns + half), returned_ns)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One HTTP request that generates. `*_ns` are Unix nanoseconds, `*_mono` monotonic ones; 0: has not happened."""
+
+    operation: str
+    route: str
+    request_id: str
+    response_id: str
+    context: TraceParent
+    parent_id: int
+    started_ns: int
+    started_mono: int
+    wanted: Wanted | None = None
+    status: int = 0
+    error: TokenloomError | None = None
+    tokenize_span: int = field(default_factory=new_span_id)
+    tokenized_ns: int = 0
+    parsed_ns: int = 0
+    first_token_mono: int = 0
+    choices: list[Choice] = field(default_factory=list)
+    sampling: dict[str, AttributeValue] = field(default_factory=dict)
+    internal_ids: list[str] = field(default_factory=list)
+
+    @property
+    def endings(self) -> list[scheduler_pb2.Ending]:
+        """The endings that have arrived, in the order of the choices."""
+        return [choice.ticket.ending for choice in self.choices if choice.ticket.ending is not None]
+
+    def finish(self, clock: Clock, metrics: GatewayMetrics, tracer: Tracer) -> None:
+        """Accounts for the request: called once, when nothing more of it can happen."""
+        ended_ns = clock.unix_ns()
+        offset = ended_ns - clock.monotonic_ns()
+        hops = [
+            hop_of(choice.ticket.ending.timings, self.tokenized_ns, choice.ticket.ended_ns + offset)
+            for choice in self.choices
+            if choice.ticket.ending is not None
+        ]
+        self._count(metrics, hops, ended_ns)
+        self._write_log(ended_ns)
+        if tracer.enabled and self.context.sampled:
+            self._trace(tracer, hops, ended_ns)
+
+    def _count(self, metrics: GatewayMetrics, hops: list[Hop], ended_ns: int) -> None:
+        if self.error is not None:
+            metrics.labelled(metrics.rejected, reason=self.error.code.spec.label).inc()
+        for choice in self.choices:
+            if choice.ticket.ending is not None:
+                _count_choice(metrics, choice.ticket, choice.ticket.ending)
+        if self.error is None and self.choices:
+            metrics.e2e_latency.observe((ended_ns - self.started_ns) / 1e9)
+            if len(hops) == 1:
+                self._count_stages(metrics, hops[0], ended_ns)
+
+    def _count_stages(self, metrics: GatewayMetrics, hop: Hop, ended_ns: int) -> None:
+        timings = self.endings[0].timings
+        metrics.observe_stage("tokenize", (self.tokenized_ns - self.started_ns) / 1e9)
+        metrics.observe_stage("transport", (hop.received_ns - hop.submitted_ns + hop.returned_ns - hop.ended_ns) / 1e9)
+        metrics.observe_stage("queue", timings.queue_us / 1e6)
+        metrics.observe_stage("prefill", timings.prefill_us / 1e6)
+        metrics.observe_stage("decode", timings.decode_us / 1e6)
+        metrics.observe_stage("stream", (ended_ns - hop.returned_ns) / 1e9)
+
+    def _write_log(self, ended_ns: int) -> None:
+        endings = self.endings
+        _log.info(
+            "request finished",
+            route=self.route,
+            status=self.status,
+            stream=self.wanted.stream if self.wanted is not None else None,
+            finish=[label_of(ending) for ending in endings],
+            error=self.error.code.spec.label if self.error is not None else None,
+            prompt_tokens=sum(ending.prompt_tokens for ending in endings),
+            completion_tokens=sum(ending.completion_tokens for ending in endings),
+            cached_tokens=sum(ending.cached_tokens for ending in endings),
+            ttft_ms=round((self.first_token_mono - self.started_mono) / 1e6, 1) if self.first_token_mono else None,
+            total_ms=round((ended_ns - self.started_ns) / 1e6, 1),
+            attempts=max((choice.ticket.attempt + 1 for choice in self.choices), default=0),
+        )
+
+    def _trace(self, tracer: Tracer, hops: list[Hop], ended_ns: int) -> None:
+        self._trace_tokenize(tracer, ended_ns)
+        for index, hop in enumerate(hops):
+            where: dict[str, AttributeValue] = {"tokenloom.choice": index}
+            self._stage(tracer, "transport", hop.submitted_ns, hop.received_ns, {**where, "tokenloom.direction": "to_scheduler"})
+            self._stage(tracer, "transport", hop.ended_ns, hop.returned_ns, {**where, "tokenloom.direction": "from_scheduler"})
+        if hops:
+            self._stage(tracer, "stream", max(hop.returned_ns for hop in hops), ended_ns, {})
+        failed = self.error is not None and self.error.code.spec.http_status >= 500
+        tracer.emit(
+            SpanRecord(
+                name=f"POST {self.route}",
+                context=self.context,
+                parent_id=self.parent_id,
+                start_ns=self.started_ns,
+                end_ns=ended_ns,
+                attributes=self._attributes(),
+                kind=SpanKind.SERVER,
+                error=self.error.message if self.error is not None and failed else None,
+                remote_parent=self.parent_id != 0,
+            )
+        )
+
+    def _trace_tokenize(self, tracer: Tracer, ended_ns: int) -> None:
+        # A request that failed before its prompt was encoded spent all its time in this stage.
+        tokenized = self.tokenized_ns or ended_ns
+        parsed = (self.parsed_ns or tokenized) - self.started_ns
+        tracer.emit(
+            SpanRecord(
+                name="tokenize",
+                context=self.context.child(self.tokenize_span),
+                parent_id=self.context.span_id,
+                start_ns=self.started_ns,
+                end_ns=tokenized,
+                attributes={"tokenloom.parse_us": parsed // 1000},
+                kind=SpanKind.CLIENT,
+                error=self.error.message if self.error is not None and not self.tokenized_ns else None,
+            )
+        )
+
+    def _stage(self, tracer: Tracer, name: str, start: int, end: int, attributes: Mapping[str, AttributeValue]) -> None:
+        context = self.context.child(new_span_id())
+        tracer.emit(SpanRecord(name, context, self.context.span_id, start, end, attributes))
+
+    def _attributes(self) -> dict[str, AttributeValue]:
+        endings = self.endings
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": self.operation,
+            "gen_ai.response.id": self.response_id,
+            "tokenloom.x_request_id": self.request_id,
+            "http.request.method": "POST",
+            "http.route": self.route,
+            "http.response.status_code": self.status,
+            **self.sampling,
+        }
+        if self.wanted is not None:
+            attributes |= {"gen_ai.request.model": self.wanted.model, "tokenloom.stream": self.wanted.stream}
+        if self.internal_ids:
+            attributes["tokenloom.request_id"] = self.internal_ids[0] if len(self.internal_ids) == 1 else self.internal_ids
+        if endings:
+            attributes |= {
+                "gen_ai.response.finish_reasons": [label_of(ending) for ending in endings],
+                "gen_ai.usage.input_tokens": sum(ending.prompt_tokens for ending in endings),
+                "gen_ai.usage.output_tokens": sum(ending.completion_tokens for ending in endings),
+                "tokenloom.cached_tokens": sum(ending.cached_tokens for ending in endings),
+                "tokenloom.attempts": max(choice.ticket.attempt + 1 for choice in self.choices),
+            }
+        if self.first_token_mono:
+            attributes["tokenloom.ttft_us"] = (self.first_token_mono - self.started_mono) // 1000
+        if self.error is not None:
+            attributes["error.type"] = self.error.code.spec.label
+        return attributes
+
+
+def _count_choice(metrics: GatewayMetrics, ticket: Ticket, ending: scheduler_pb2.Ending) -> None:
+    if finish_reason(ending):
+        metrics.labelled(metrics.success, finished_reason=label_of(ending)).inc()
+    elif ending.reason != FinishReason.FINISH_REASON_FAILED:
+        metrics.labelled(metrics.cancelled, reason=label_of(ending)).inc()
+    metrics.prompt_tokens.inc(ending.prompt_tokens)
+    metrics.request_prompt_tokens.observe(ending.prompt_tokens)
+    metrics.request_generation_tokens.observe(ending.completion_tokens)
+    if len(ticket.output) > 1:
+        metrics.time_per_output_token.observe((ticket.last_token_ns - ticket.first_token_ns) / 1e9 / (len(ticket.output) - 1))
