@@ -38,7 +38,15 @@ DECIDED = frozenset({"listen", "store", "instance", "model", "uds", "metrics_hos
 class ServeOptions(ServiceConfig):
     """Serves a model on this machine: gateway, scheduler, worker and tokenizer, each its own process."""
 
-    model: CliPositionalArg[str] = Field("", description="Model directory, .gguf file or hub id. Empty: SmolLM2-135M-Instruct.")
+    model: CliPositionalArg[str] = Field("", description="Model directory, .gguf file or hub id. None: SmolLM2-135M-Instruct.")
+    log_format: Literal["console", "json"] = Field(
+        "json", description="console: for people (default on a terminal); json: one object a line."
+    )
+    otlp_endpoint: list[str] = Field(
+        default_factory=list,
+        description="OTLP/gRPC endpoint that receives all spans too (http://host:4317), beside the built-in store and "
+        "OTEL_EXPORTER_OTLP_ENDPOINT; may be repeated.",
+    )
 
 
 def _joined_fields() -> dict[str, Any]:
@@ -77,12 +85,12 @@ def print_help(console: Console) -> None:
     console.print(ServeOptions.__doc__)
     console.print("Every flag can also be an environment variable: --max-num-seqs is TOKENLOOM_MAX_NUM_SEQS.\n")
     seen: set[str] = set()
-    groups: dict[str, type[ServiceConfig]] = {"all services": ServeOptions, **SERVICES}
+    groups: dict[str, type[ServiceConfig]] = {"mesh": ServeOptions, **SERVICES}
     for title, config in groups.items():
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 2), title=f"[bold]{title}[/bold]", title_justify="left")
         table.add_column(ratio=1, no_wrap=False)
         table.add_column(ratio=2)
-        for name, info in config.model_fields.items():
+        for name, info in sorted(config.model_fields.items(), key=lambda item: item[0] != "model"):
             if name not in seen and (name not in DECIDED or name == "model"):
                 seen.add(name)
                 table.add_row(*_help_row(name, info))
@@ -97,7 +105,7 @@ def _help_row(name: str, info: FieldInfo) -> tuple[str, str]:
         return "MODEL", info.description or ""
     spelling = f"--{flag} | --no-{flag}" if info.annotation is bool else f"--{flag} {'|'.join(_spellings(info.annotation))}"
     default = info.get_default(call_default_factory=True)
-    shown = "" if default is None or default in ("", []) else f" Default: {default}."
+    shown = "" if default is None or default in ("", []) else f" Default: {', '.join(default) if isinstance(default, list) else default}."
     return spelling, f"{info.description or ''}{shown}"
 
 

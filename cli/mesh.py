@@ -24,9 +24,8 @@ from services.gateway.config import GatewayConfig
 # Flags whose values must not show in the process list; they travel in the environment.
 SECRETS = ("api_key",)
 METRICS_HOST = "127.0.0.1"
-# Beyond the time that a service gives its own work at the end: closing streams, exporting the last spans.
-_STOP_MARGIN_SECONDS = 5.0
-_STOP_SECONDS = 10.0
+# What a service gets for its running work at the end if it has no --drain-timeout, and on top for closing streams and exporting spans.
+_DRAIN_SECONDS, _STOP_MARGIN_SECONDS = 5.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,7 @@ def plan(options: ServeOptions, model: Path, port: int, log_format: str, run_dir
     }
     gateway = configs["gateway"]
     assert isinstance(gateway, GatewayConfig)
-    seconds = {"gateway": gateway.drain_timeout + _STOP_MARGIN_SECONDS}
-    specs = [_spec(name, config, seconds.get(name, _STOP_SECONDS)) for name, config in configs.items()]
+    specs = [_spec(name, config) for name, config in configs.items()]
     return Mesh(
         specs=(*specs, _traces(options, log_format, run_directory)),
         gateway=gateway,
@@ -106,7 +104,8 @@ def _decided(name: str, run_directory: RunDirectory) -> dict[str, object]:
     }
 
 
-def _spec(name: str, config: ServiceConfig, stop_seconds: float) -> ServiceSpec:
+def _spec(name: str, config: ServiceConfig) -> ServiceSpec:
+    stop_seconds = getattr(config, "drain_timeout", _DRAIN_SECONDS) + _STOP_MARGIN_SECONDS
     flags = to_args(config, [field for field in type(config).model_fields if field not in SECRETS])
     # -P: a folder called `services` where the user happens to stand must not be imported.
     command = (sys.executable, "-P", "-m", f"services.{name}", *flags)
