@@ -52,9 +52,8 @@ def serving(port: int, log: IO[str]) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        for left in _family(process.pid):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # make and the supervisor; the services die with it
         process.wait(10)
 
 
