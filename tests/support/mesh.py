@@ -1,0 +1,157 @@
+"""A whole mesh as real processes, started by `tokenloom serve` on a port of its own and ended by SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+READY_SECONDS = 120.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Mesh:
+    """A running mesh. `log` is what its processes wrote; `ready_seconds` how long the start took."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    run_base: Path
+    ready_seconds: float = 0.0
+    args: Sequence[str] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, folder: Path, *args: str, model: str = "") -> Mesh:
+        """Starts and waits for /ready. Fails the test with the log's end when it does not come up."""
+        port, log = free_port(), folder / "mesh.log"
+        # A short base: the path of a Unix socket holds 107 bytes, and pytest's folders are deep.
+        run_base = Path(f"/tmp/tokenloom-test-{os.getpid()}-{port}")
+        command = [sys.executable, "-m", "cli.main", "serve", *([model] if model else []), f"--port={port}", "--log-format=json", *args]
+        environment = {**os.environ, "TOKENLOOM_RUN_DIR": str(run_base)}
+        started = time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        mesh = cls(process, port, log, run_base, args=args)
+        try:
+            mesh._wait_ready(started)
+        except BaseException:
+            mesh.stop()
+            raise
+        return mesh
+
+    def _wait_ready(self, started: float) -> None:
+        while time.monotonic() - started < READY_SECONDS:
+            if self.process.poll() is not None:
+                break
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
+                    self.ready_seconds = time.monotonic() - started
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"the mesh did not get ready:\n{self.log.read_text()[-6000:]}")
+
+    @property
+    def url(self) -> str:
+        """Base of its HTTP API."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def model(self) -> str:
+        """The first served name."""
+        return str(httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"])
+
+    def client(self) -> httpx.AsyncClient:
+        """An HTTP client without proxies or surprising limits."""
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(base_url=self.url, timeout=httpx.Timeout(180.0), limits=limits, trust_env=False)
+
+    def service(self, name: str) -> psutil.Process:
+        """The process of a service ("worker")."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            if f"services.{name}" in child.cmdline():
+                return child
+        raise AssertionError(f"no process of services.{name}")
+
+    def metrics(self, service: str) -> dict[str, float]:
+        """The samples of a service's Prometheus endpoint; labelled ones as name{label="value"}."""
+        text = httpx.get(self._metrics_url(service), timeout=10, trust_env=False).text
+        samples = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()) if key != "model_name")
+                samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return samples
+
+    def _metrics_url(self, service: str) -> str:
+        if service == "gateway":
+            return f"{self.url}/metrics"
+        found = re.search(rf"(http://\S+/metrics)\s+\({service}\)", self.log.read_text())
+        assert found, f"the banner names no metrics endpoint of the {service}"
+        return found[1]
+
+    async def settle(self) -> dict[str, float]:
+        """The scheduler's metrics once nothing is live and no block is held or draining; fails after 15 s."""
+        deadline = time.monotonic() + 15
+        while True:
+            seen = self.metrics("scheduler")
+            busy = (
+                seen["tokenloom:num_requests_live"]
+                + seen['tokenloom:kv_blocks{state="held"}']
+                + seen['tokenloom:kv_blocks{state="draining"}']
+            )
+            if not busy:
+                return seen
+            assert time.monotonic() < deadline, f"not idle: {seen}"
+            await asyncio.sleep(0.05)
+
+    def stop(self) -> int:
+        """Ctrl-C; returns the exit code. Every process that it started must be gone."""
+        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            code = self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        _, alive = psutil.wait_procs(children, timeout=5)
+        for child in alive:
+            child.kill()
+        assert not alive, f"processes outlived the mesh: {alive}"
+        return code
+
+
+async def sse(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a stream; fails unless it ends with [DONE]."""
+    done = False
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            assert not done, "something came after [DONE]"
+            if line == "data: [DONE]":
+                done = True
+            else:
+                yield json.loads(line[6:])
+    assert done, "the stream ended without [DONE]"
