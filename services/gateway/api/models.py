@@ -19,7 +19,7 @@ def resolve_model(config: GatewayConfig, asked: str | None) -> str:
 
 def model_list(mesh: Mesh) -> ModelList:
     """All served names; every one is the same model."""
-    return ModelList([_card(mesh, name) for name in mesh.config.model_names])
+    return ModelList(data=[_card(mesh, name) for name in mesh.config.model_names])
 
 
 def model_card(mesh: Mesh, name: str) -> ModelCard:

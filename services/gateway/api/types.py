@@ -88,11 +88,11 @@ class Usage(Struct):
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
-class ChatMessage(Struct):
+class ChatMessage(Struct, kw_only=True):
     """The assistant's message of a response."""
 
-    content: str
     role: str = "assistant"
+    content: str
     refusal: None = None
 
 
@@ -107,15 +107,15 @@ class ChatChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct):
+class ChatCompletion(Struct, kw_only=True):
     """Response of a chat."""
 
     id: str
+    object: str = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    object: str = "chat.completion"
     system_fingerprint: None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -138,14 +138,14 @@ class ChatChunkChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(Struct):
+class ChatChunk(Struct, kw_only=True):
     """One event of a streamed chat."""
 
     id: str
+    object: str = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    object: str = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -162,14 +162,14 @@ class CompletionChoice(Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(Struct):
+class Completion(Struct, kw_only=True):
     """Response of a completion, and each event of a streamed one."""
 
     id: str
+    object: str = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
-    object: str = "text_completion"
     usage: Usage | UnsetType | None = UNSET
 
 
@@ -188,21 +188,21 @@ class ErrorBody(Struct):
     error: ErrorDetail
 
 
-class ModelCard(Struct):
+class ModelCard(Struct, kw_only=True):
     """A served model. `max_model_len` (tokens, prompt plus output) is null until a worker has attached."""
 
     id: str
-    created: int
-    root: str
-    max_model_len: int | None
     object: str = "model"
+    created: int
     owned_by: str = "tokenloom"
+    root: str
     parent: None = None
+    max_model_len: int | None
     permission: list[str] = []
 
 
-class ModelList(Struct):
+class ModelList(Struct, kw_only=True):
     """Response of GET /v1/models."""
 
-    data: list[ModelCard]
     object: str = "list"
+    data: list[ModelCard]

@@ -111,14 +111,14 @@ class ChatWriter(_Base):
         return chunk
 
     def _chunk(self, parts: list[ChatChunkChoice], choices: Sequence[Choice]) -> ChatChunk:
-        return ChatChunk(self._id, self._created, self._wanted.model, parts, usage=self._usage(choices))
+        return ChatChunk(id=self._id, created=self._created, model=self._wanted.model, choices=parts, usage=self._usage(choices))
 
     def whole(self, finished: Sequence[Finished]) -> Struct:
         """See Writer."""
         parts = [
             ChatChoice(
                 item.choice.index,
-                ChatMessage(item.text),
+                ChatMessage(content=item.text),
                 _finish_of(item.last),
                 _stop_of(item.last),
                 token_ids=item.token_ids if self._wanted.return_token_ids else UNSET,
@@ -127,7 +127,9 @@ class ChatWriter(_Base):
         ]
         usage = usage_of([item.choice for item in finished])
         prompt_ids = self._prompt_ids(finished[0].choice)
-        return ChatCompletion(self._id, self._created, self._wanted.model, parts, usage, prompt_token_ids=prompt_ids)
+        return ChatCompletion(
+            id=self._id, created=self._created, model=self._wanted.model, choices=parts, usage=usage, prompt_token_ids=prompt_ids
+        )
 
 
 class CompletionWriter(_Base):
@@ -151,11 +153,11 @@ class CompletionWriter(_Base):
             part.prompt_token_ids = self._prompt_ids(choices[change.index])
         if change.ending is not None:
             part.finish_reason, part.stop_reason = finish_reason(change.ending), stop_reason(change.ending)
-        return Completion(self._id, self._created, self._wanted.model, [part], usage=self._usage(choices))
+        return self._completion([part], self._usage(choices))
 
     def usage_chunk(self, choices: Sequence[Choice]) -> Struct:
         """See Writer."""
-        return Completion(self._id, self._created, self._wanted.model, [], usage=usage_of(choices))
+        return self._completion([], usage_of(choices))
 
     def whole(self, finished: Sequence[Finished]) -> Struct:
         """See Writer."""
@@ -170,8 +172,10 @@ class CompletionWriter(_Base):
             )
             for item in finished
         ]
-        usage = usage_of([item.choice for item in finished])
-        return Completion(self._id, self._created, self._wanted.model, parts, usage=usage)
+        return self._completion(parts, usage_of([item.choice for item in finished]))
+
+    def _completion(self, parts: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._wanted.model, choices=parts, usage=usage)
 
 
 def _finish_of(change: Change) -> str:
