@@ -36,7 +36,7 @@ lint: $(VENV)/.dev ## Style, types, imports, contracts and sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-timing
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint protos
 	$(BIN)/buf format protos --diff --exit-code
 	$(BIN)/python tools/check_sizes.py

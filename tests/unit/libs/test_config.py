@@ -93,9 +93,10 @@ def test_only_what_was_given_becomes_a_flag_again():
     assert to_args(read("--max-num-seqs=3"), ["share"]) == []
 
 
-# Values as a shell can pass them: no NUL, no lone surrogates, nothing that begins like a flag of its own.
-ITEM = st.text(st.characters(codec="utf-8", exclude_characters="\0,"), min_size=1, max_size=12).map(str.strip).filter(bool)
-TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+# Values of one line, without blanks around them: those do not count.
+LINE = st.characters(exclude_categories=("C", "Zl", "Zp"))
+TEXT = st.text(LINE, max_size=20).map(str.strip)
+ITEM = st.text(LINE, min_size=1, max_size=12).map(lambda text: text.replace(",", "").strip()).filter(bool)
 
 
 @given(
