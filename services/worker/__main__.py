@@ -1,0 +1,24 @@
+"""`python -m services.worker`: the worker process."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from libs.config import parse
+from libs.process import run_service
+from libs.telemetry import logs
+from services.worker.config import WorkerConfig
+from services.worker.service import serve
+
+
+def main() -> int:
+    """Reads flags and environment, serves until SIGTERM; 1 when the model cannot be loaded."""
+    config = parse(WorkerConfig, sys.argv[1:], prog="python -m services.worker")
+    instance = config.instance or f"worker-{os.getpid()}"
+    logs.configure("worker", instance, level=config.log_level, log_format=config.log_format)
+    return run_service(lambda stop: serve(config, instance, stop))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

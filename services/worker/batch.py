@@ -1,0 +1,144 @@
+"""A StepBatch as the runner uses it: typed, unpacked, and refused here if it asks for what this worker cannot do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from libs.errors import ErrorCode, TokenloomError
+from libs.sampling import SamplingParams
+from libs.telemetry.tracing import TraceParent
+from tokenloom.worker.v1 import worker_pb2
+
+Ids = npt.NDArray[np.int32]
+
+_NO_IDS: Ids = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A sequence that enters a slot; see worker.v1.Open. `trace` names the scheduler's prefill span; None: not traced."""
+
+    slot: int
+    request: str
+    prompt_ids: Ids
+    output_ids: Ids
+    computed_tokens: int
+    block_ids: Ids
+    sampling: SamplingParams
+    trace: TraceParent | None
+    decode_span_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens of one slot to compute: `count` from where the slot ends, in its blocks and `new_blocks`; `sample`: draw after the last."""
+
+    slot: int
+    count: int
+    sample: bool
+    new_blocks: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Work for `lease_steps` (at least 1) consecutive steps; see worker.v1.StepBatch."""
+
+    epoch: int
+    number: int
+    predecessor: int
+    lease_steps: int
+    closes: tuple[int, ...]
+    opens: tuple[Opening, ...]
+    rows: tuple[Row, ...]
+
+    def later_step(self, index: int) -> Batch:
+        """What step `index` (from 1) of the lease does: the same rows again, and nothing that only the first one does."""
+        rows = tuple(replace(row, new_blocks=_NO_IDS) for row in self.rows)
+        return replace(self, number=self.number + index, lease_steps=1, closes=(), opens=(), rows=rows)
+
+
+def parse_batch(message: worker_pb2.StepBatch) -> Batch:
+    """Reads a batch.
+
+    Raises TokenloomError: UNSUPPORTED for features that this worker does not have (drafts, offsets, adapters, log-probabilities),
+    PROTOCOL_VIOLATION when the message contradicts itself.
+    """
+    if any(message.draft_counts):
+        raise TokenloomError(ErrorCode.UNSUPPORTED, "this worker verifies no draft tokens")
+    if any(message.offsets):
+        raise TokenloomError(ErrorCode.UNSUPPORTED, "this worker computes rows only from where their slot ends: offsets must be 0")
+    lease_steps = message.lease_steps or 1
+    rows = _rows(message)
+    if lease_steps > 1 and not all(row.sample and row.count == 1 for row in rows):
+        raise _violation("a lease of several steps takes rows of one sampled token only")
+    return Batch(
+        epoch=message.epoch,
+        number=message.number,
+        predecessor=message.predecessor,
+        lease_steps=lease_steps,
+        closes=tuple(message.closes),
+        opens=tuple(_opening(item) for item in message.opens),
+        rows=rows,
+    )
+
+
+def _rows(message: worker_pb2.StepBatch) -> tuple[Row, ...]:
+    count = len(message.slots)
+    parallel = {"counts": len(message.counts), "samples": len(message.samples), "new_block_counts": len(message.new_block_counts)}
+    if any(length != count for length in parallel.values()):
+        raise _violation(f"{count} slots, but {parallel}")
+    if len(set(message.slots)) != count:
+        raise _violation("a slot stands in two rows")
+    if 0 in message.counts:
+        raise _violation("a row of no tokens")
+    blocks = _ids(message.new_block_ids, "new_block_ids")
+    ends = np.cumsum(np.asarray(message.new_block_counts, np.int64))
+    if (int(ends[-1]) if count else 0) != blocks.size:
+        raise _violation(f"new_block_counts sum to {int(ends[-1]) if count else 0}, new_block_ids holds {blocks.size}")
+    pieces = np.split(blocks, ends[:-1]) if count else []
+    return tuple(
+        Row(slot, tokens, bool(sample), piece)
+        for slot, tokens, sample, piece in zip(message.slots, message.counts, message.samples, pieces, strict=True)
+    )
+
+
+def _opening(message: worker_pb2.Open) -> Opening:
+    if message.adapter_slot:
+        raise TokenloomError(ErrorCode.UNSUPPORTED, f"this worker has no adapters ({message.request} asks for slot {message.adapter_slot})")
+    for name in ("logprobs", "prompt_logprobs"):
+        if message.sampling.HasField(name):
+            raise TokenloomError(
+                ErrorCode.UNSUPPORTED, f"this worker gives no log-probabilities ({message.request} asks for {name})", param=name
+            )
+    prompt, output = _ids(message.prompt_ids, "prompt_ids"), _ids(message.output_ids, "output_ids")
+    if not prompt.size:
+        raise _violation(f"{message.request} opens with an empty prompt")
+    if message.computed_tokens >= prompt.size + output.size:
+        raise _violation(f"{message.request} opens with {message.computed_tokens} computed of {prompt.size + output.size} tokens")
+    return Opening(
+        slot=message.slot,
+        request=message.request,
+        prompt_ids=prompt,
+        output_ids=output,
+        computed_tokens=message.computed_tokens,
+        block_ids=_ids(message.block_ids, "block_ids"),
+        sampling=SamplingParams.from_proto(message.sampling),
+        trace=TraceParent.parse(message.trace.traceparent, message.trace.tracestate) if message.trace.traceparent else None,
+        decode_span_id=message.decode_span_id,
+    )
+
+
+def _ids(data: bytes, name: str) -> Ids:
+    if len(data) % 4:
+        raise _violation(f"{name} holds {len(data)} bytes, no multiple of 4")
+    ids = np.frombuffer(data, "<u4")
+    if ids.size and int(ids.max()) > np.iinfo(np.int32).max:
+        raise _violation(f"{name} holds an id of 2**31 or more")
+    return ids.astype(np.int32)
+
+
+def _violation(message: str) -> TokenloomError:
+    return TokenloomError(ErrorCode.PROTOCOL_VIOLATION, message)

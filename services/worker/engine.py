@@ -1,0 +1,173 @@
+"""A loaded model with its cache: one call computes and samples one step. Belongs to one thread, the runner's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from libs.blocks import BLOCK_SIZE
+from libs.errors import ErrorCode, TokenloomError
+from libs.models.directory import ModelDirectory
+from libs.models.llama_config import LlamaConfig
+from libs.telemetry.logs import get_logger
+from services.worker import facts, kv_cache, numerics, weights
+from services.worker.config import WorkerConfig
+from services.worker.models.registry import Model, build
+from services.worker.ops.base import HeadShape, LayerCache
+from services.worker.sampling.sampler import sample
+from services.worker.slots import Limits, StagedRow
+from services.worker.step_inputs import build_inputs, build_sampling
+from tokenloom.worker.v1 import worker_pb2
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """What a step computed: the token drawn by a row's index in the batch, the rows that have none, and microseconds."""
+
+    tokens: dict[int, int]
+    non_finite: frozenset[int]
+    prepare_us: int
+    forward_us: int
+    sample_us: int
+
+
+class Engine:
+    """See the module. Everything that can be refused is refused while loading."""
+
+    def __init__(self, model: Model, cache: Sequence[LayerCache], facts: worker_pb2.WorkerFacts) -> None:
+        self._model = model
+        self._cache = cache
+        self.facts = facts
+        self.limits = Limits(
+            num_slots=facts.num_slots,
+            num_blocks=facts.num_blocks,
+            max_model_len=facts.max_model_len,
+            max_tokens_per_step=facts.max_tokens_per_step,
+            vocab_size=facts.logits_width,
+        )
+
+    @torch.inference_mode()
+    def execute(self, rows: Sequence[StagedRow]) -> Executed:
+        """Computes the rows' tokens into the cache and samples those that ask for it. `rows` may be empty."""
+        if not rows:
+            return Executed({}, frozenset(), 0, 0, 0)
+        vocabulary = self.facts.vocab_size
+        began = time.perf_counter_ns()
+        inputs, sampling = build_inputs(rows), build_sampling(rows, vocabulary)
+        prepared = time.perf_counter_ns()
+        logits = self._model.forward(inputs, self._cache)
+        computed = time.perf_counter_ns()
+        sampled = sample(logits, sampling, vocabulary)
+        ended = time.perf_counter_ns()
+        drawn = list(zip((row.index for row in rows if row.sample), sampled.tokens.tolist(), sampled.finite.tolist(), strict=True))
+        return Executed(
+            tokens={index: token for index, token, finite in drawn if finite},
+            non_finite=frozenset(index for index, _, finite in drawn if not finite),
+            prepare_us=(prepared - began) // 1000,
+            forward_us=(computed - prepared) // 1000,
+            sample_us=(ended - computed) // 1000,
+        )
+
+
+@torch.inference_mode()
+def load(config: WorkerConfig) -> Engine:
+    """Loads the model of `config.model`, sizes its cache and computes one small step.
+
+    Raises TokenloomError for whatever this worker cannot serve, with a sentence that says what to change.
+    """
+    directory = ModelDirectory(config.model)
+    model_config, dtype = directory.config, numerics.choose_dtype(config.dtype)
+    threads = numerics.use_threads(config.threads)
+    ops, executor = numerics.choose_ops(config, head_shape(model_config), dtype)
+    started = time.monotonic()
+    size = _cache_size(config, model_config, dtype)
+    source = weights.open_source(directory.weight_files(), model_config)
+    expected = 9 * model_config.num_hidden_layers + 3
+    try:
+        model = build(model_config, weights.reader(source, dtype, expected), ops, size.max_model_len)
+    except (KeyError, ValueError) as error:
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{directory.path}: {error.args[0]}") from error
+    cache = kv_cache.allocate(model_config, size.num_blocks, dtype)
+    engine = Engine(model, cache, _facts(config, directory, size, dtype, executor))
+    _log.info(
+        "model loaded",
+        seconds=round(time.monotonic() - started, 2),
+        file_mib=source.total_bytes >> 20,
+        threads=threads,
+        numerics=engine.facts.fingerprints.numerics,
+        kv_blocks=size.num_blocks,
+        kv_tokens=size.num_blocks * BLOCK_SIZE,
+        max_model_len=size.max_model_len,
+    )
+    return engine
+
+
+def head_shape(config: LlamaConfig) -> HeadShape:
+    """Attention heads of every layer."""
+    return HeadShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+
+
+def weight_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+    """Bytes of the loaded weights; a tied head counts once."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    attention = 2 * hidden * dim * (config.num_attention_heads + config.num_key_value_heads)
+    tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    return (tables + config.num_hidden_layers * (attention + 3 * hidden * inner)) * dtype.itemsize
+
+
+def _cache_size(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype) -> kv_cache.CacheSize:
+    bytes_per_block = kv_cache.block_bytes(model, dtype)
+    budget = kv_cache.budget_bytes(
+        wanted=config.kv_cache_memory_bytes,
+        utilization=config.gpu_memory_utilization,
+        memory=kv_cache.machine_memory(),
+        weights=weight_bytes(model, dtype),
+    )
+    size = kv_cache.size_cache(
+        budget=budget, bytes_per_block=bytes_per_block, wanted_len=config.max_model_len, model_len=model.max_position_embeddings
+    )
+    if size.max_model_len < (config.max_model_len or model.max_position_embeddings):
+        _log.warning(
+            "max_model_len is lowered to what the KV cache holds",
+            model=model.max_position_embeddings,
+            lowered_to=size.max_model_len,
+            kv_cache_bytes=budget,
+        )
+    return size
+
+
+def _facts(
+    config: WorkerConfig, directory: ModelDirectory, size: kv_cache.CacheSize, dtype: torch.dtype, executor: str
+) -> worker_pb2.WorkerFacts:
+    model, known = directory.config, facts.tokenizer_size(directory)
+    if known > model.vocab_size:
+        _log.warning("the tokenizer knows more ids than the model has rows; the others cannot occur", ids=known, rows=model.vocab_size)
+    unbuilt = directory.generation_defaults.unbuilt
+    if unbuilt:
+        _log.warning("generation_config.json sets fields that have no effect here", fields=list(unbuilt))
+    return worker_pb2.WorkerFacts(
+        fingerprints=facts.fingerprints(directory, numerics.identity(executor, dtype, batch_invariant=config.batch_invariant)),
+        block_size=BLOCK_SIZE,
+        num_blocks=size.num_blocks,
+        kv_dtype=str(dtype).removeprefix("torch."),
+        max_model_len=size.max_model_len,
+        eos_token_ids=directory.eos_token_ids,
+        vocab_size=min(known, model.vocab_size),
+        logits_width=model.vocab_size,
+        defaults=facts.defaults_message(directory.generation_defaults),
+        max_in_flight=MAX_IN_FLIGHT,
+        feed_forward_distance=1,
+        num_slots=config.max_num_seqs,
+        max_tokens_per_step=max(config.max_num_batched_tokens, size.max_model_len),
+        block_bytes=kv_cache.block_bytes(model, dtype),
+        device="cpu",
+    )
+
+
+# One batch runs, one waits: enough to never be idle between steps, and no more for an arrival to wait behind.
+MAX_IN_FLIGHT = 2

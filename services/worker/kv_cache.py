@@ -1,0 +1,121 @@
+"""The paged KV cache: fixed blocks of 16 tokens, and how many of them the memory holds.
+
+    layer   keys, values   [blocks, KV heads, 16, head size]
+    token   t of a sequence lies in block table[t // 16], at offset t % 16
+
+A block's tokens of one head lie together, so that attention reads them as one run. In memory the keys' last two dimensions are swapped
+(tokens side by side), which makes scores of 16 tokens one vector; the tensor is a transposed view and hides it. The tensors are not
+cleared at start: pages are taken from the operating system only when first written, and nothing is read that was not written.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from libs.blocks import BLOCK_SIZE, blocks_for
+from libs.errors import ErrorCode, TokenloomError
+from libs.models.llama_config import LlamaConfig
+from services.worker.ops.base import LayerCache
+
+GIB = 1024**3
+_DEFAULT_BYTES = 4 * GIB
+
+
+def block_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers, K and V."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BLOCK_SIZE * dtype.itemsize
+
+
+def allocate(config: LlamaConfig, num_blocks: int, dtype: torch.dtype) -> list[LayerCache]:
+    """The cache of every layer. Raises TokenloomError(CANNOT_FIT) when the memory is not to be had."""
+    heads, dim = config.num_key_value_heads, config.head_dim
+    try:
+        return [
+            LayerCache(
+                keys=torch.empty(num_blocks, heads, dim, BLOCK_SIZE, dtype=dtype).transpose(2, 3),
+                values=torch.empty(num_blocks, heads, BLOCK_SIZE, dim, dtype=dtype),
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+    except RuntimeError as error:
+        size = num_blocks * block_bytes(config, dtype)
+        raise TokenloomError(ErrorCode.CANNOT_FIT, f"no memory for a KV cache of {size / GIB:.2f} GiB: {error}") from error
+
+
+def machine_memory(root: Path = Path("/")) -> int:
+    """Bytes this process may use: the machine's memory or the tightest cgroup limit above it, whichever is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> list[int]:
+    """Memory limits of this process's cgroups (version 2, and version 1's memory controller), without unreadable and unlimited ones."""
+    limits = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base, name = (root / "sys/fs/cgroup", "memory.max") if not controllers else (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes")
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            try:
+                limits.append(int((folder / name).read_text()))
+            except (OSError, ValueError):  # no such file in the root group; "max" is no number
+                continue
+    return limits
+
+
+def budget_bytes(*, wanted: int | None, utilization: float | None, memory: int, weights: int) -> int:
+    """Bytes for the cache: `wanted`, or a share of `memory` less the weights, or the default (4 GiB, or a quarter of the memory if less).
+
+    Raises TokenloomError(CANNOT_FIT) when the weights leave nothing of the share.
+    """
+    if wanted is not None:
+        return wanted
+    if utilization is None:
+        return min(_DEFAULT_BYTES, memory // 4)
+    left = int(memory * utilization) - weights
+    if left <= 0:
+        raise TokenloomError(
+            ErrorCode.CANNOT_FIT,
+            f"--gpu-memory-utilization {utilization} of {memory / GIB:.2f} GiB is less than the weights' {weights / GIB:.2f} GiB",
+        )
+    return left
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Blocks of the cache, and the longest sequence in tokens, which is lower than the model's where the cache cannot hold more."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def size_cache(*, budget: int, bytes_per_block: int, wanted_len: int | None, model_len: int) -> CacheSize:
+    """Fits blocks into `budget` bytes. Raises TokenloomError(CANNOT_FIT) when they cannot hold one sequence of the length asked for,
+    or not even one block, and (INVALID_REQUEST) when the length asked for is beyond the model's.
+    """
+    if wanted_len is not None and wanted_len > model_len:
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"--max-model-len {wanted_len} exceeds the model's {model_len} positions")
+    num_blocks = budget // bytes_per_block
+    longest = wanted_len or model_len
+    if wanted_len is not None and num_blocks < blocks_for(wanted_len):
+        need = blocks_for(wanted_len) * bytes_per_block
+        raise TokenloomError(
+            ErrorCode.CANNOT_FIT,
+            f"a KV cache of {budget / GIB:.3f} GiB holds {num_blocks * BLOCK_SIZE} tokens, --max-model-len asks for {wanted_len}: "
+            f"raise --kv-cache-memory-bytes to at least {need} or lower --max-model-len",
+        )
+    if num_blocks < 1:
+        raise TokenloomError(ErrorCode.CANNOT_FIT, f"a KV cache of {budget} bytes holds no block of {bytes_per_block} bytes")
+    return CacheSize(num_blocks, min(longest, num_blocks * BLOCK_SIZE))

@@ -1,0 +1,79 @@
+"""Prometheus metrics of a worker."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from libs.telemetry.metrics import STEP_BUCKETS, TOKEN_BUCKETS
+from tokenloom.worker.v1 import worker_pb2
+
+_PREFIX = "tokenloom:"
+_OUTCOMES = {
+    worker_pb2.BATCH_OUTCOME_OK: "ok",
+    worker_pb2.BATCH_OUTCOME_NOT_RUN: "not_run",
+    worker_pb2.BATCH_OUTCOME_FAILED: "failed",
+}
+
+
+class WorkerMetrics:
+    """All metrics of one worker process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def step_time(name: str, text: str) -> Histogram:
+            return Histogram(_PREFIX + name, text, buckets=STEP_BUCKETS, registry=registry)
+
+        def amount(name: str, text: str) -> Histogram:
+            return Histogram(_PREFIX + name, text, buckets=TOKEN_BUCKETS, registry=registry)
+
+        self._step = step_time(
+            "worker_step_seconds", "Whole step. Long steps make inter-token latency: lower --max-num-batched-tokens or add workers."
+        )
+        self._forward = step_time(
+            "worker_forward_seconds", "Forward pass of a step. If it grows at equal batch size, something else uses this machine's CPUs."
+        )
+        self._sample = step_time("worker_sample_seconds", "Sampling of a step. High values: wide top_p without top_k sorts the vocabulary.")
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(_PREFIX + name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(_PREFIX + name, text, registry=registry)
+
+        self._idle = counter(
+            "worker_idle_seconds",
+            "Time between steps while batches keep coming. If it rises under load, the scheduler or the network is the bottleneck.",
+        )
+        self._tokens_per_batch = amount("worker_batch_tokens", "Tokens computed per step. Always at the limit: prefill-bound, add workers.")
+        self._rows_per_batch = amount("worker_batch_rows", "Sequences per step. Low under load: raise --max-num-seqs or the KV cache.")
+        self._tokens = counter("worker_tokens", "Tokens computed, by phase. Far above what clients are billed: recomputation.", "phase")
+        self._batches = counter(
+            "batches", "Steps by outcome. not_run follows a failed one or a new leader; failed needs a look at the worker's log.", "outcome"
+        )
+        self._slots = gauge("worker_slots_used", "Sequences in slots. At --max-num-seqs, others wait.")
+        self._blocks = gauge("worker_kv_blocks", "KV blocks on the device: the capacity that the scheduler shares out.")
+        self._load = gauge("worker_weights_load_seconds", "Time the weights took to load. Long: slow disk, or a quantised file.")
+        for outcome in _OUTCOMES.values():
+            self._batches.labels(outcome)
+
+    def loaded(self, seconds: float, blocks: int) -> None:
+        """The model is there."""
+        self._load.set(seconds)
+        self._blocks.set(blocks)
+
+    def step(self, result: worker_pb2.StepResult, *, rows: int, prefill_tokens: int, decode_tokens: int, slots: int) -> None:
+        """A step was answered."""
+        self._batches.labels(_OUTCOMES[result.outcome]).inc()
+        self._slots.set(slots)
+        if result.outcome != worker_pb2.BATCH_OUTCOME_OK:
+            return
+        timings = result.timings
+        self._step.observe(timings.total_us / 1e6)
+        self._forward.observe(timings.forward_us / 1e6)
+        self._sample.observe(timings.sample_us / 1e6)
+        self._idle.inc(timings.idle_us / 1e6)
+        self._rows_per_batch.observe(rows)
+        self._tokens_per_batch.observe(prefill_tokens + decode_tokens)
+        self._tokens.labels("prefill").inc(prefill_tokens)
+        self._tokens.labels("decode").inc(decode_tokens)

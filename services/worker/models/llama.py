@@ -1,0 +1,104 @@
+"""The Llama family (Touvron et al. 2023; Grattafiori et al. 2024): pre-norm blocks, rotary positions, grouped queries, gated MLP.
+
+    hidden -> [norm -> qkv -> rope, cache -> attention -> o] -> [norm -> gate, up -> silu(gate) * up -> down] -> ... -> norm -> head
+
+Written against Ops only. Query, key and value weights are packed as one product, gate and up as another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from libs.models.llama_config import LlamaConfig
+from services.worker.models.rope import rotation_table
+from services.worker.ops.base import HeadShape, LayerCache, Ops, PackedLinear, StepInputs
+
+# Gives a weight by its Hugging Face name, in the executor's dtype; None where the file has none.
+WeightSource = Callable[[str], torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block's weights."""
+
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    output: PackedLinear
+    post_norm: torch.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+class Llama:
+    """A loaded model; `forward` is one step over all its rows."""
+
+    def __init__(self, config: LlamaConfig, weights: WeightSource, ops: Ops, max_positions: int) -> None:
+        """Takes the weights it needs out of `weights`. Raises KeyError when one is missing, ValueError when a shape is wrong."""
+        self._ops = ops
+        self._epsilon = config.rms_norm_eps
+        self._heads = HeadShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self._scale = config.head_dim**-0.5
+        self._rotations = rotation_table(config, max_positions)
+        need = _Needed(weights)
+        self._embedding = need("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self._layers = [_layer(config, need, ops, index) for index in range(config.num_hidden_layers)]
+        self._norm = need("model.norm.weight", (config.hidden_size,))
+        head = self._embedding if config.tie_word_embeddings else need("lm_head.weight", (config.vocab_size, config.hidden_size))
+        self._head = ops.pack_linear(head, None)
+
+    def forward(self, inputs: StepInputs, cache: Sequence[LayerCache]) -> torch.Tensor:
+        """Computes every token of the step, writes its K and V into `cache` (one entry a layer); logits, float32 [S, vocabulary]."""
+        ops, heads = self._ops, self._heads
+        x, residual = ops.embedding(inputs.token_ids, self._embedding), None
+        for layer, layer_cache in zip(self._layers, cache, strict=True):
+            x, residual = ops.add_norm(x, residual, layer.input_norm, self._epsilon)
+            queries = ops.rope_and_cache(ops.linear(x, layer.qkv), self._rotations, layer_cache, inputs, heads)
+            x = ops.linear(ops.attention(queries, layer_cache, inputs, heads, self._scale), layer.output)
+            x, residual = ops.add_norm(x, residual, layer.post_norm, self._epsilon)
+            x = ops.linear(ops.gated_activation(ops.linear(x, layer.gate_up)), layer.down)
+        x, _ = ops.add_norm(x, residual, self._norm, self._epsilon)
+        return ops.head(x, inputs.sampled, self._head)
+
+
+class _Needed:
+    """A weight source that insists on presence and shape."""
+
+    def __init__(self, weights: WeightSource) -> None:
+        self._weights = weights
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        weight = self._weights(name)
+        if weight is None:
+            raise KeyError(f"the weights hold no {name}")
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, the configuration asks for {shape}")
+        return weight
+
+    def joined(self, names: Sequence[str], widths: Sequence[int], inputs: int, *, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weights [sum of widths, inputs] of several products over the same input, and their biases."""
+        weight = torch.cat([self(f"{name}.weight", (width, inputs)) for name, width in zip(names, widths, strict=True)])
+        if not bias:
+            return weight, None
+        return weight, torch.cat([self(f"{name}.bias", (width,)) for name, width in zip(names, widths, strict=True)])
+
+
+def _layer(config: LlamaConfig, need: _Needed, ops: Ops, index: int) -> Layer:
+    prefix = f"model.layers.{index}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+
+    def packed(names: Sequence[str], widths: Sequence[int], inputs: int, bias: bool) -> PackedLinear:
+        return ops.pack_linear(*need.joined(names, widths, inputs, bias=bias))
+
+    return Layer(
+        input_norm=need(f"{prefix}.input_layernorm.weight", (hidden,)),
+        qkv=packed([f"{attention}.{name}_proj" for name in "qkv"], [queries, keys, keys], hidden, config.attention_bias),
+        output=packed([f"{attention}.o_proj"], [hidden], queries, config.attention_bias),
+        post_norm=need(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+        gate_up=packed([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, config.mlp_bias),
+        down=packed([f"{mlp}.down_proj"], [hidden], inner, config.mlp_bias),
+    )

@@ -1,0 +1,64 @@
+"""What this worker's numbers are: device dtype, executor, threads, and the readable identity that PROTOCOL.md rule 15 asks for."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from libs.errors import ErrorCode, TokenloomError
+from libs.telemetry.logs import get_logger
+from services.worker.config import WorkerConfig
+from services.worker.kernels.cpu.build import BuildError, ensure_library
+from services.worker.kernels.cpu.library import CpuKernels
+from services.worker.ops.base import HeadShape, Ops
+from services.worker.ops.cpu import CpuOps
+from services.worker.ops.reference import ReferenceOps
+
+_log = get_logger(__name__)
+_DTYPES = {"auto": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """The dtype of a --dtype. On CPUs the 16-bit types halve the memory and cost speed; the log says so."""
+    dtype = _DTYPES[name]
+    if dtype is not torch.float32:
+        _log.warning("16-bit types are several times slower than float32 on CPUs without native support", dtype=name)
+    return dtype
+
+
+def use_threads(wanted: int | None) -> int:
+    """Sets torch's team for this process: `wanted`, else the CPUs that the process may use. Returns its size."""
+    threads = wanted or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    return threads
+
+
+def choose_ops(config: WorkerConfig, heads: HeadShape, dtype: torch.dtype) -> tuple[Ops, str]:
+    """The executor and its name in the numerics identity ("cpu-avx512", "reference").
+
+    Raises TokenloomError(UNSUPPORTED) when C++ kernels are insisted on and cannot be had.
+    """
+    if config.kernels == "reference":
+        return ReferenceOps(batch_invariant=config.batch_invariant), "reference"
+    try:
+        if dtype is not torch.float32 or not CpuKernels.supports(heads):
+            raise BuildError(f"they take float32 and heads of at most 256 dimensions in sixteens, not {dtype} and {heads}")
+        kernels = CpuKernels(ensure_library())
+    except (BuildError, OSError) as error:
+        if config.kernels == "cpu":
+            raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels cannot be used: {error}") from error
+        _log.error("the C++ kernels cannot be used: attention falls back to the much slower reference", reason=str(error))
+        return ReferenceOps(batch_invariant=config.batch_invariant), "reference"
+    return CpuOps(kernels, batch_invariant=config.batch_invariant), f"cpu-{kernels.variant}"
+
+
+def identity(executor: str, dtype: torch.dtype, *, batch_invariant: bool) -> str:
+    """The numerics fingerprint: equal between workers whose arithmetic is the same.
+
+    Products are MKL's or oneDNN's, whose kernels follow the CPU's instructions and differ between torch versions; the thread count does
+    not appear, because no sum is split among threads.
+    """
+    name = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}[dtype]
+    policy = "invariant" if batch_invariant else "by-batch"
+    return f"{executor}/{name}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability().lower()}/{policy}/tp1"

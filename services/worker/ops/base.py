@@ -1,0 +1,98 @@
+"""What a model may ask of an executor: seven fused operations over the flattened tokens of one step.
+
+A step is ragged: the rows of a batch lie one after the other without padding, prefill chunks and decodes alike.
+
+    rows        |   A: 5 tokens of a prompt   | B: 1 | C: 1 | D: 3 tokens |
+    tokens T    | a4  a5  a6  a7  a8          | b9   | c2   | d0  d1  d2  |
+    query_starts  0                             5      6      7             10
+
+Shapes: T tokens, R rows, S sampled rows, H hidden size, D head size, Q query heads, K KV heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's rows as tensors on the device. `longest` and `longest_query` are the maxima of kv_lengths and of the rows' tokens."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    cache_slots: torch.Tensor  # int64 [T]: block * block size + offset, where the token's K and V go
+    query_starts: torch.Tensor  # int32 [R + 1]: the row's first token
+    kv_lengths: torch.Tensor  # int32 [R]: tokens of the sequence up to and with this step's
+    block_tables: torch.Tensor  # int32 [R, blocks of the longest row]
+    sampled: torch.Tensor  # int64 [S]: tokens whose logits are wanted
+    longest: int
+    longest_query: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The KV cache of one layer: `keys` and `values`, each [blocks, K, block size, D]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Attention heads of a layer: query heads, KV heads (a divisor), size of each."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+# A weight as its executor keeps it; only the Ops that packed it can read it.
+PackedLinear = Any
+
+
+class Ops(Protocol):
+    """The operations. Activations have the executor's dtype; no operation changes its inputs unless it says so."""
+
+    name: str
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+        """Prepares a weight [out, in] and a bias [out] for `linear`; called while loading."""
+        ...
+
+    def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Rows [T, H] of `weight` [vocabulary, H]."""
+        ...
+
+    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """x [T, in] times the packed weight, plus its bias: [T, out]."""
+        ...
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """RMS norm (Zhang, Sennrich 2019) of the sum x + residual, and that sum, both [T, H]. Without residual the sum is x."""
+        ...
+
+    def rope_and_cache(
+        self, qkv: torch.Tensor, rotations: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape
+    ) -> torch.Tensor:
+        """Rotates queries and keys (Su et al. 2021, halves paired), writes K and V into the cache; returns queries [T, Q, D].
+
+        `qkv` is [T, (Q + 2 K) * D]; `rotations` float32 [positions, D]: cosines of the D / 2 angles, then sines.
+        """
+        ...
+
+    def attention(self, queries: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape, scale: float) -> torch.Tensor:
+        """Causal attention of each row over its own blocks, which already hold this step's K and V: [T, Q * D]."""
+        ...
+
+    def gated_activation(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of [T, 2 I] (gate first): [T, I]."""
+        ...
+
+    def head(self, x: torch.Tensor, sampled: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """Logits, float32 [S, vocabulary], of the tokens `sampled` of x [T, H]."""
+        ...

@@ -1,0 +1,110 @@
+"""The operations in plain torch, run eagerly: the oracle that every other executor is tested against.
+
+Rows' independence (PROTOCOL.md rule 15). Everything here but the matrix product computes a token from that token alone, in an order that
+does not depend on the others. MKL's product picks other kernels for fewer than 12 rows (measured on AVX-512: M = 4, 8 and every M >= 12
+give bit-identical rows; 1-3, 5-7 and 9-11 differ from them). With `batch_invariant` smaller products are padded to 8 or 12 rows.
+That costs nothing from two rows on (M = 8 takes 47 ms, M = 2 takes 50) and a third to a half at M = 1 (30 ms).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from services.worker.ops.base import HeadShape, LayerCache, PackedLinear, StepInputs
+
+_PADDED_ROWS = (8, 12)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight [out, in] as it is, and its bias [out]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class ReferenceOps:
+    """See the module and Ops."""
+
+    name = "reference"
+
+    def __init__(self, *, batch_invariant: bool = True) -> None:
+        self._padded_rows = _PADDED_ROWS if batch_invariant else ()
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+        """See Ops: nothing to prepare."""
+        return Linear(weight.contiguous(), bias)
+
+    def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return functional.embedding(token_ids, weight)
+
+    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """See Ops, and the module about padding."""
+        rows = x.shape[0]
+        padded = next((size for size in self._padded_rows if rows <= size), rows)
+        if padded == rows:
+            return functional.linear(x, packed.weight, packed.bias)
+        wide = x.new_zeros(padded, x.shape[1])
+        wide[:rows] = x
+        return functional.linear(wide, packed.weight, packed.bias)[:rows]
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Ops; the norm in float32."""
+        total = x if residual is None else x + residual
+        wide = total.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+        return weight * scaled.to(x.dtype), total
+
+    def rope_and_cache(
+        self, qkv: torch.Tensor, rotations: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape
+    ) -> torch.Tensor:
+        """See Ops; rotation in float32."""
+        split = qkv.view(qkv.shape[0], heads.query_heads + 2 * heads.kv_heads, heads.head_dim)
+        rotated, values = split[:, : -heads.kv_heads], split[:, -heads.kv_heads :]
+        half = heads.head_dim // 2
+        angles = rotations[inputs.positions][:, None, :]
+        cosines, sines = angles[..., :half], angles[..., half:]
+        first, second = rotated[..., :half].float(), rotated[..., half:].float()
+        rotated = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1).to(qkv.dtype)
+        block_size = cache.keys.shape[2]
+        blocks, offsets = inputs.cache_slots // block_size, inputs.cache_slots % block_size
+        cache.keys[blocks, :, offsets] = rotated[:, heads.query_heads :]
+        cache.values[blocks, :, offsets] = values
+        return rotated[:, : heads.query_heads]
+
+    def attention(self, queries: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape, scale: float) -> torch.Tensor:
+        """See Ops; row after row, softmax in float32."""
+        starts, lengths = inputs.query_starts.tolist(), inputs.kv_lengths.tolist()
+        block_size = cache.keys.shape[2]
+        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        for row, length in enumerate(lengths):
+            rows = slice(starts[row], starts[row + 1])
+            table = inputs.block_tables[row, : -(-length // block_size)].long()
+            keys, values = (_sequence(part[table], length, heads) for part in (cache.keys, cache.values))
+            scores = torch.einsum("tqd,lqd->qtl", queries[rows].float(), keys.float()) * scale
+            positions = inputs.positions[rows]
+            future = torch.arange(length, device=queries.device)[None, :] > positions[:, None]
+            weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+            output[rows] = torch.einsum("qtl,lqd->tqd", weights, values.float()).to(queries.dtype)
+        return output.view(queries.shape[0], -1)
+
+    def gated_activation(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def head(self, x: torch.Tensor, sampled: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """See Ops."""
+        return self.linear(x[sampled], packed).float()
+
+
+def _sequence(blocks: torch.Tensor, length: int, heads: HeadShape) -> torch.Tensor:
+    """Gathered blocks [N, K, block size, D] as one sequence for every query head: [length, Q, D]."""
+    flat = blocks.transpose(1, 2).reshape(-1, heads.kv_heads, heads.head_dim)[:length]
+    return flat.repeat_interleave(heads.query_heads // heads.kv_heads, dim=1)

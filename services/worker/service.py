@@ -1,0 +1,102 @@
+"""One worker process from start to end: listen, load, register, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from libs import rpc
+from libs.errors import TokenloomError
+from libs.telemetry.logs import get_logger
+from libs.telemetry.metrics import serve_metrics
+from libs.telemetry.tracing import SpanRecord, Tracer
+from services.worker.config import WorkerConfig
+from services.worker.engine import load
+from services.worker.metrics import WorkerMetrics
+from services.worker.registration import keep_registered
+from services.worker.runner import Runner
+from services.worker.server import WorkerServicer
+from services.worker.steps import Steps
+from tokenloom.worker.v1 import worker_pb2_grpc
+
+_log = get_logger(__name__)
+_SERVICE = "tokenloom.worker.v1.WorkerService"
+# What streams get after the last step's answer to see their end before they are cut.
+_GRACE_SECONDS = 2.0
+
+
+async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int:
+    """Runs until `stop` is set; returns the exit code (1: the model cannot be loaded or the address cannot be bound)."""
+    loop = asyncio.get_running_loop()
+    tracer, metrics = Tracer("worker", instance, config.otlp_endpoint), WorkerMetrics()
+    outcome: asyncio.Future[Steps | BaseException] = loop.create_future()
+
+    def emit(span: SpanRecord) -> None:
+        loop.call_soon_threadsafe(tracer.emit, span)
+
+    def prepare() -> Steps:
+        started = time.monotonic()
+        engine = load(config)
+        metrics.loaded(time.monotonic() - started, engine.facts.num_blocks)
+        return Steps(engine, metrics, emit)
+
+    runner = Runner(prepare, lambda result: _resolve(loop, outcome, result))
+    servicer, server = WorkerServicer(runner), rpc.new_server([_SERVICE])
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
+    try:
+        serve_metrics(metrics.registry, config.metrics_host, config.metrics_port)
+        address = await rpc.listen(server, config.listen)
+    except OSError as error:
+        _log.error("cannot start", reason=str(error))
+        return 1
+    _log.info("listening; loading the model", address=address, model=str(config.model))
+    runner.start()
+    code = await _serve_loaded(config, instance, stop, server, servicer, outcome)
+    await server.health.enter_graceful_shutdown()
+    await servicer.drain()
+    await server.stop(_GRACE_SECONDS)
+    await asyncio.to_thread(tracer.shutdown)
+    _log.info("stopped", exit_code=code)
+    return code
+
+
+async def _serve_loaded(
+    config: WorkerConfig,
+    instance: str,
+    stop: asyncio.Event,
+    server: rpc.Server,
+    servicer: WorkerServicer,
+    outcome: asyncio.Future[Steps | BaseException],
+) -> int:
+    """Waits for the model, then serves until `stop`; 1 when the model cannot be loaded."""
+    stopped = asyncio.create_task(stop.wait())
+    waiting: list[asyncio.Future[Any]] = [stopped, outcome]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    if not outcome.done():
+        return 0
+    result = outcome.result()
+    if isinstance(result, BaseException):
+        stopped.cancel()
+        reason = result.message if isinstance(result, TokenloomError) else repr(result)
+        _log.error("the model cannot be loaded", reason=reason, exc_info=None if isinstance(result, TokenloomError) else result)
+        return 1
+    servicer.loaded(result.facts)
+    await server.set_ready(True)
+    _log.info("ready", address=server.address)
+    if config.store:
+        registration = asyncio.create_task(keep_registered(Path(config.store), instance, server.address))
+        await stopped
+        registration.cancel()
+        await asyncio.gather(registration, return_exceptions=True)
+    await stopped
+    return 0
+
+
+def _resolve(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Steps | BaseException], result: Steps | BaseException) -> None:
+    def resolve() -> None:
+        if not future.done():
+            future.set_result(result)
+
+    loop.call_soon_threadsafe(resolve)

@@ -1,0 +1,61 @@
+"""Tensors of one step, built from staged rows: the flattened tokens of all rows, and the parameters of those that are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from libs.blocks import BLOCK_SIZE, blocks_for
+from services.worker.ops.base import StepInputs
+from services.worker.sampling.sampler import SamplingRows
+from services.worker.slots import StagedRow
+
+
+def build_inputs(rows: Sequence[StagedRow]) -> StepInputs:
+    """The step's inputs on the CPU; see StepInputs for shapes."""
+    counts = np.array([row.count for row in rows], np.int64)
+    starts = np.array([row.start for row in rows], np.int64)
+    query_starts = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(counts, out=query_starts[1:])
+    lengths = starts + counts
+    longest = int(lengths.max())
+    row_of_token = np.repeat(np.arange(len(rows)), counts)
+    positions = np.arange(int(query_starts[-1])) - (query_starts[:-1] - starts)[row_of_token]
+    tables = np.stack([row.slot.blocks[: blocks_for(longest)] for row in rows])
+    cache_slots = tables[row_of_token, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+    token_ids = np.concatenate([row.slot.tokens[row.start : row.start + row.count] for row in rows]).astype(np.int64)
+    sampled = np.array([query_starts[index + 1] - 1 for index, row in enumerate(rows) if row.sample], np.int64)
+    return StepInputs(
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        cache_slots=torch.from_numpy(cache_slots),
+        query_starts=torch.from_numpy(query_starts.astype(np.int32)),
+        kv_lengths=torch.from_numpy(lengths.astype(np.int32)),
+        block_tables=torch.from_numpy(tables),
+        sampled=torch.from_numpy(sampled),
+        longest=longest,
+        longest_query=int(counts.max()),
+    )
+
+
+def build_sampling(rows: Sequence[StagedRow], vocab_size: int) -> SamplingRows:
+    """Parameters of the rows that are sampled, in order; ids that would end an output that is too short are banned."""
+    slots = [row.slot for row in rows if row.sample]
+    params = [slot.sampling for slot in slots]
+    banned = [(index, slot.endings) for index, slot in enumerate(slots) if slot.output_length < slot.sampling.min_tokens]
+    banned_ids = np.concatenate([ids for _, ids in banned]).astype(np.int64) if banned else np.empty(0, np.int64)
+    banned_rows = np.repeat(np.array([index for index, _ in banned], np.int64), [ids.size for _, ids in banned])
+    within = banned_ids < vocab_size
+    return SamplingRows(
+        temperature=np.array([item.temperature for item in params], np.float64),
+        top_k=np.array([item.top_k for item in params], np.int64),
+        top_p=np.array([item.top_p for item in params], np.float64),
+        min_p=np.array([item.min_p for item in params], np.float64),
+        seeds=np.array([item.seed for item in params], np.uint64),
+        choices=np.array([item.choice_index for item in params], np.uint64),
+        output_indices=np.array([slot.output_length for slot in slots], np.uint64),
+        banned_rows=banned_rows[within],
+        banned_ids=banned_ids[within],
+    )

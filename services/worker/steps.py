@@ -1,0 +1,141 @@
+"""One step from batch to StepResult: stage, execute, commit. Belongs to the runner's thread; knows no queue and no stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from libs.clock import SystemClock
+from libs.errors import ErrorCode, TokenloomError
+from libs.packing import pack_ids
+from libs.telemetry.logs import get_logger
+from libs.telemetry.tracing import SpanRecord
+from services.worker.batch import Batch
+from services.worker.engine import Engine, Executed
+from services.worker.metrics import WorkerMetrics
+from services.worker.slots import Slot, SlotTable, StagedStep
+from services.worker.spans import decode_span, prefill_span
+from tokenloom.worker.v1 import worker_pb2
+
+_log = get_logger(__name__)
+
+# Receives finished spans; called from the runner's thread.
+SpanSink = Callable[[SpanRecord], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A step's result, and what remains to be done once it is on its way (metrics, spans)."""
+
+    result: worker_pb2.StepResult
+    after: Callable[[], None]
+
+
+class Steps:
+    """The slots of an engine and the steps that change them."""
+
+    def __init__(self, engine: Engine, metrics: WorkerMetrics, spans: SpanSink) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._spans = spans
+        self._clock = SystemClock()
+        self._slots = SlotTable(engine.limits, tuple(engine.facts.eos_token_ids))
+        self._previous_end_ns = 0
+
+    @property
+    def facts(self) -> worker_pb2.WorkerFacts:
+        """What the engine can do."""
+        return self._engine.facts
+
+    def clear(self) -> None:
+        """Forgets every sequence (a new attach); the cache needs no clearing, since only what is written again is read."""
+        for slot in self._slots.clear():
+            self._emit_decode(slot)
+        self._previous_end_ns = 0
+
+    def run(self, batch: Batch, arrived_ns: int, *, later: bool = False) -> Answered:
+        """Runs one step; any failure becomes a FAILED result and changes no slot. `arrived_ns`: monotonic arrival of the batch.
+
+        `later`: it is not the first step of its lease, so that rows which ended since are skipped.
+        """
+        began_ns, began_unix = self._clock.monotonic_ns(), self._clock.unix_ns()
+        try:
+            staged = self._slots.stage(batch, skip_ended=later)
+            executed = self._engine.execute(staged.rows)
+        except TokenloomError as error:
+            _log.error("batch refused", number=batch.number, reason=error.message)
+            return self._failed(batch, error)
+        except (Exception, MemoryError) as error:
+            _log.exception("step failed", number=batch.number, rows=len(batch.rows))
+            return self._failed(batch, TokenloomError(ErrorCode.STEP_FAILED, f"{type(error).__name__}: {error}"))
+        prefill = sum(row.count for row in staged.rows if row.slot.in_prefill)
+        stages = [(row, row.slot.in_prefill) for row in staged.rows]
+        gone = self._slots.commit(staged, executed.tokens)
+        ended_ns = self._clock.monotonic_ns()
+        result = _result(batch, staged, executed)
+        result.timings.CopyFrom(
+            worker_pb2.StepTimings(
+                queued_us=max(0, began_ns - arrived_ns) // 1000,
+                prepare_us=executed.prepare_us,
+                forward_us=executed.forward_us,
+                sample_us=executed.sample_us,
+                total_us=(ended_ns - began_ns) // 1000,
+                idle_us=(began_ns - self._previous_end_ns) // 1000 if self._previous_end_ns else 0,
+            )
+        )
+        self._previous_end_ns = ended_ns
+        ended_unix = began_unix + ended_ns - began_ns
+        device_us = executed.forward_us + executed.sample_us
+
+        def after() -> None:
+            self._metrics.step(
+                result, rows=len(staged.rows), prefill_tokens=prefill, decode_tokens=staged.tokens - prefill, slots=len(self._slots)
+            )
+            for row, in_prefill in stages:
+                stage = row.slot.timeline.prefill if in_prefill else row.slot.timeline.decode
+                stage.add(began_unix, ended_unix, device_us, row.count)
+                if in_prefill and row.index in executed.tokens:
+                    self._emit(prefill_span(row.slot.timeline, row.slot.request))
+                if row.slot.ended or row.slot.full:
+                    self._emit_decode(row.slot)
+            for slot in gone:
+                self._emit_decode(slot)
+
+        return Answered(result, after)
+
+    def refuse(self, batch_number: int, outcome: worker_pb2.BatchOutcome.ValueType, error: TokenloomError) -> Answered:
+        """The answer to a step that is not tried."""
+        result = worker_pb2.StepResult(number=batch_number, outcome=outcome, error=error.to_proto())
+        return Answered(result, lambda: self._metrics.step(result, rows=0, prefill_tokens=0, decode_tokens=0, slots=len(self._slots)))
+
+    def _failed(self, batch: Batch, error: TokenloomError) -> Answered:
+        self._previous_end_ns = time.monotonic_ns()
+        return self.refuse(batch.number, worker_pb2.BATCH_OUTCOME_FAILED, error)
+
+    def _emit_decode(self, slot: Slot) -> None:
+        """A sequence's decode span, once: when it ended as far as the worker can tell, else when it leaves its slot."""
+        if not slot.timeline.decode_emitted:
+            slot.timeline.decode_emitted = slot.timeline.decode.steps > 0
+            self._emit(decode_span(slot.timeline, slot.request))
+
+    def _emit(self, record: SpanRecord | None) -> None:
+        if record is not None:
+            self._spans(record)
+
+
+def _result(batch: Batch, staged: StagedStep, executed: Executed) -> worker_pb2.StepResult:
+    outcomes, counts, tokens = bytearray(staged.outcomes), [0] * len(staged.outcomes), []
+    for row in staged.rows:
+        if row.index in executed.non_finite:
+            outcomes[row.index] = worker_pb2.ROW_OUTCOME_NON_FINITE
+        elif row.index in executed.tokens:
+            counts[row.index] = 1
+            tokens.append(executed.tokens[row.index])
+    return worker_pb2.StepResult(
+        number=batch.number,
+        outcome=worker_pb2.BATCH_OUTCOME_OK,
+        row_outcomes=bytes(outcomes),
+        token_counts=counts,
+        token_ids=pack_ids(tokens),
+    )

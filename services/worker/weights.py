@@ -1,0 +1,139 @@
+"""Weights from the files of a model directory, by their Hugging Face names, in the executor's dtype.
+
+A GGUF is read with the gguf package and dequantised with numpy, without transformers. Its converter stores the rows of each query and
+key head in another order (the halves of the rotation interleaved); that is undone here, so that models know one layout only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import gguf
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from libs.errors import ErrorCode, TokenloomError
+from libs.models.llama_config import LlamaConfig
+from libs.telemetry.logs import get_logger
+
+_log = get_logger(__name__)
+_PROGRESS_SECONDS = 2.0
+_GGUF_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GGUF_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+class Source(Protocol):
+    """Weights of a model directory."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the files."""
+        ...
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """The weight of a Hugging Face name as stored (GGUF: dequantised to float32); None: there is none."""
+        ...
+
+
+def open_source(files: tuple[Path, ...], config: LlamaConfig) -> Source:
+    """The source of one GGUF or of safetensors files. Raises TokenloomError(INVALID_REQUEST) when a file cannot be read."""
+    try:
+        return GgufSource(files[0], config) if files[0].suffix == ".gguf" else SafetensorsSource(files)
+    except (OSError, ValueError, KeyError) as error:
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"cannot read {files[0]}: {error}") from error
+
+
+class SafetensorsSource:
+    """Tensors of one or several safetensors files, read when asked for."""
+
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self._files: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
+        self._where = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118 - no mapping
+
+    @property
+    def total_bytes(self) -> int:
+        """See Source."""
+        return sum(file.stat().st_size for file in self._files)
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """See Source."""
+        file = self._where.get(name)
+        if file is None:
+            return None
+        tensor: torch.Tensor = self._files[file].get_tensor(name)
+        return tensor
+
+
+class GgufSource:
+    """Tensors of a GGUF file, dequantised when asked for."""
+
+    def __init__(self, file: Path, config: LlamaConfig) -> None:
+        self._file = file
+        self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        self._tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+
+    @property
+    def total_bytes(self) -> int:
+        """See Source."""
+        return self._file.stat().st_size
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """See Source. Raises TokenloomError(UNSUPPORTED) for a quantisation that the gguf package cannot undo."""
+        stored = self._tensors.get(gguf_name(name))
+        if stored is None:
+            return None
+        try:
+            values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        except NotImplementedError as error:
+            raise TokenloomError(ErrorCode.UNSUPPORTED, f"{stored.name} is stored as {stored.tensor_type.name}: {error}") from error
+        heads = next((count for part, count in self._heads.items() if f".{part}." in stored.name), None)
+        if heads is not None:
+            values = unpermute(values, heads)
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF's name of a weight with a Hugging Face name ("model.layers.3.mlp.up_proj.weight" is "blk.3.ffn_up.weight")."""
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        index, _, part = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{index}.{_GGUF_LAYER_NAMES.get(part, part)}.{kind}"
+    return f"{_GGUF_NAMES.get(stem, stem)}.{kind}"
+
+
+def unpermute(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of a query or key weight (or bias) in Hugging Face's order: halves of a head one after the other, not interleaved."""
+    interleaved = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+    return interleaved.swapaxes(1, 2).reshape(values.shape)
+
+
+def reader(source: Source, dtype: torch.dtype, expected: int) -> Callable[[str], torch.Tensor | None]:
+    """A function from names to tensors of `dtype` that logs its progress every two seconds; `expected`: how many weights there are."""
+    started = logged = time.monotonic()
+    count = 0
+
+    def read(name: str) -> torch.Tensor | None:
+        nonlocal logged, count
+        tensor = source.tensor(name)
+        count += tensor is not None
+        now = time.monotonic()
+        if now - logged >= _PROGRESS_SECONDS:
+            logged = now
+            _log.info("loading weights", done=f"{min(100, 100 * count // expected)}%", tensors=count, seconds=round(now - started, 1))
+        return None if tensor is None else tensor.to(dtype)
+
+    return read
