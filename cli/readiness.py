@@ -36,12 +36,11 @@ def probe(host: str, port: int, timeout_seconds: float = _PROBE_SECONDS) -> Read
 
 
 def _reason(body: bytes) -> str:
-    """The `reasons` of the gateway's JSON in one line."""
+    """The messages of the gateway's `reasons` in one line."""
     try:
-        reasons = json.loads(body)["reasons"]
+        return "; ".join(str(reason["message"]).partition(": failed to connect")[0] for reason in json.loads(body)["reasons"])
     except (ValueError, KeyError, TypeError):
         return body.decode(errors="replace")[:200]
-    return "; ".join(map(str, reasons)) if isinstance(reasons, list) else str(reasons)
 
 
 async def wait_until_ready(host: str, port: int, on_reason: Callable[[str], None]) -> None:
