@@ -13,7 +13,7 @@ class GatewayConfig(ServiceConfig):
     host: str = Field("127.0.0.1", description="Address to serve HTTP on; 0.0.0.0 for every interface.")
     port: int = Field(8000, ge=0, le=65535, description="Port to serve HTTP on. 0: any free one (the log names it).")
     uds: str = Field("", description="Path of a Unix socket to serve HTTP on instead of host and port. Empty: none.")
-    scheduler_address: str = Field("127.0.0.1:7002", description="gRPC address of the scheduler (unix:/path or host:port).")
+    scheduler_address: str = Field("127.0.0.1:50052", description="gRPC address of the scheduler (unix:/path or host:port).")
     tokenizer_address: list[str] = Field(
         default_factory=lambda: ["127.0.0.1:7001"],
         description="gRPC address of a tokenizer replica; may be repeated. Calls go to the one with the fewest outstanding.",
@@ -41,7 +41,7 @@ class GatewayConfig(ServiceConfig):
     resume_timeout: float = Field(
         30.0, ge=0, description="Seconds that live requests wait for a new session after the scheduler was lost; then they fail with a 503."
     )
-    stats_interval: float = Field(10.0, ge=0, description="Seconds between lines of statistics in the log while there is traffic. 0: none.")
+    stats_interval: float = Field(10.0, gt=0, description="Seconds between the log lines of statistics.")
 
     @property
     def model_names(self) -> list[str]:

@@ -56,8 +56,6 @@ async def run(config: GatewayConfig, stop: asyncio.Event) -> int:
 
 async def _log_statistics(mesh: Mesh, interval: float) -> None:
     """One line every `interval` seconds while there is traffic."""
-    if not interval:
-        return
     last_prompt = last_generated = 0
     while True:
         await asyncio.sleep(interval)
