@@ -38,21 +38,31 @@ def build_tree(spans: Sequence[StoredSpan]) -> list[SpanNode | Gap]:
 
     A span whose parent is not here (a remote caller's, or late) counts as a root.
     """
-    children: dict[str, list[StoredSpan]] = defaultdict(list)
     roots = _roots(spans)
     root_ids = {span.span_id for span in roots}
+    children: dict[str, list[StoredSpan]] = defaultdict(list)
     for span in spans:
         if span.span_id not in root_ids:
             children[span.parent_id].append(span)
     rows: list[SpanNode | Gap] = []
-    stack: list[SpanNode | Gap] = [SpanNode(span, 0) for span in sorted(roots, key=_order, reverse=True)]
+    for span in sorted(roots, key=_order):
+        rows.extend(_walk(span, children))
+    while children:  # circles of parents: no well-behaved exporter makes one, a client might; each is entered at its first span
+        first = min((span for group in children.values() for span in group), key=_order)
+        children[first.parent_id].remove(first)
+        rows.extend(_walk(first, children))
+    return rows
+
+
+def _walk(root: StoredSpan, children: dict[str, list[StoredSpan]]) -> Iterator[SpanNode | Gap]:
+    """The rows of `root` and all below it, taking them out of `children`."""
+    stack: list[SpanNode | Gap] = [SpanNode(root, 0)]
     while stack:
         row = stack.pop()
-        rows.append(row)
+        yield row
         if isinstance(row, SpanNode):
-            below = list(_with_gaps(row, sorted(children.pop(row.span.span_id, ()), key=_order)))
-            stack.extend(reversed(below))
-    return rows
+            below = sorted(children.pop(row.span.span_id, ()), key=_order)
+            stack.extend(reversed(list(_with_gaps(row, below))))
 
 
 def _with_gaps(parent: SpanNode, children: Sequence[StoredSpan]) -> Iterator[SpanNode | Gap]:
@@ -68,8 +78,7 @@ def _with_gaps(parent: SpanNode, children: Sequence[StoredSpan]) -> Iterator[Spa
 
 def _roots(spans: Sequence[StoredSpan]) -> list[StoredSpan]:
     present = {span.span_id for span in spans}
-    roots = [span for span in spans if span.parent_id not in present or span.parent_id == span.span_id]
-    return roots or [min(spans, key=_order)]  # a circle of parents: no well-behaved exporter makes one, a client might
+    return [span for span in spans if span.parent_id not in present or span.parent_id == span.span_id] or [min(spans, key=_order)]
 
 
 def _order(span: StoredSpan) -> tuple[int, int, str]:
