@@ -1,0 +1,135 @@
+import io
+import json
+import time
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cli import trace as trace_command
+from cli.main import app
+from cli.waterfall import duration, render
+from libs.telemetry.trace_store import StoredEvent, StoredSpan, TraceReader, TraceStore
+
+MS = 1_000_000
+
+
+BASE = 1_700_000_000 * 10**9
+
+
+def span(number, parent, name, service, start_ms, end_ms, base=BASE, **fields):
+    ids = "a" * 32, f"{number:016x}", f"{parent:016x}" if parent else ""
+    return StoredSpan(*ids, name, f"tokenloom-{service}", base + start_ms * MS, base + end_ms * MS, **fields)
+
+
+def request(base=BASE):
+    event = StoredEvent("preempted", base + 30 * MS, {"tokenloom.reason": "no_blocks"})
+    return [
+        span(1, 0, "POST /v1/chat/completions", "gateway", 0, 100, attributes={"gen_ai.response.id": "chatcmpl-1"}, base=base),
+        span(2, 1, "tokenize", "gateway", 0, 10, base=base),
+        span(3, 1, "decode", "scheduler", 20, 100, events=(event,), error="no worker", base=base),
+    ]
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKENLOOM_RUN_DIR", str(tmp_path))
+    (tmp_path / "8000").mkdir()
+    store = TraceStore(tmp_path / "8000" / "traces.db")
+    yield store
+    store.close()
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["trace", *args])
+
+
+def test_the_waterfall_shows_spans_gaps_shares_events_and_errors(store):
+    store.add(request())
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(render(request(), 140))
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert lines[0] == f"trace {'a' * 32} 100.00 ms"
+    assert lines[1] == "chatcmpl-1"
+    assert any(line.startswith("POST /v1/chat/completions gateway 0 µs 100.00 ms 100.0% █") for line in lines)
+    assert any(line.startswith("tokenize gateway 0 µs 10.00 ms 10.0%") for line in lines)
+    assert any(line.startswith("(gap) 10.00 ms 10.00 ms 10.0%") for line in lines)
+    assert any(line.startswith("error: no worker") for line in lines)
+    assert any(line.startswith("· preempted 30.00 ms reason=no_blocks") for line in lines)
+
+
+def test_json_has_times_in_microseconds_from_the_start_and_the_gaps(store):
+    store.add(request())
+    result = run("chatcmpl-1", "--json")
+    assert result.exit_code == 0
+    shown = json.loads(result.stdout)
+    assert (shown["trace_id"], shown["duration_us"], shown["request_ids"]) == ("a" * 32, 100_000, ["chatcmpl-1"])
+    assert [(one["name"], one["depth"], one["offset_us"], one["duration_us"]) for one in shown["spans"]] == [
+        ("POST /v1/chat/completions", 0, 0, 100_000),
+        ("tokenize", 1, 0, 10_000),
+        ("decode", 1, 20_000, 80_000),
+    ]
+    assert shown["gaps"] == [{"parent_id": f"{1:016x}", "offset_us": 10_000, "duration_us": 10_000}]
+    assert shown["spans"][2]["events"] == [{"name": "preempted", "offset_us": 30_000, "attributes": {"tokenloom.reason": "no_blocks"}}]
+
+
+def test_the_command_prints_the_waterfall(store):
+    store.add(request())
+    result = run("a" * 32)
+    assert result.exit_code == 0
+    assert "tokenize" in result.stdout
+
+
+def test_a_request_that_is_not_known_is_said_to_be_so_after_a_bounded_wait(store, monkeypatch):
+    monkeypatch.setattr(trace_command, "WAIT_SECONDS", 0.05)
+    result = run("chatcmpl-unknown")
+    assert result.exit_code == 1
+    assert "no trace of 'chatcmpl-unknown' on port 8000" in result.stderr
+
+
+def test_a_port_on_which_no_mesh_ever_served_is_said_to_be_so(store):
+    result = run("chatcmpl-1", "--port", "9")
+    assert result.exit_code == 1
+    assert "no mesh has served on port 9 here" in result.stderr
+
+
+def test_a_store_that_is_broken_is_an_error_and_no_traceback(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKENLOOM_RUN_DIR", str(tmp_path))
+    (tmp_path / "8000").mkdir()
+    (tmp_path / "8000" / "traces.db").write_bytes(b"something else" * 100)
+    result = run("chatcmpl-1")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("tokenloom trace: ")
+
+
+def test_spans_that_are_still_on_their_way_are_waited_for(store, tmp_path, monkeypatch):
+    first, *rest = request(time.time_ns())
+    store.add([first])
+    naps = []
+
+    def nap(seconds):
+        naps.append(seconds)
+        store.add(rest)
+
+    monkeypatch.setattr(trace_command.time, "sleep", nap)
+    monkeypatch.setattr(trace_command, "is_settled", lambda spans, now: len(spans) == 3)
+    reader = TraceReader(tmp_path / "8000" / "traces.db")
+    assert len(trace_command.wait_for_trace(reader, "chatcmpl-1", 5)) == 3
+    reader.close()
+    assert len(naps) == 1
+
+
+def test_a_trace_is_settled_a_while_after_its_last_span():
+    spans = request()
+    end = max(one.end_ns for one in spans)
+    assert not trace_command.is_settled(spans, end + 1_000 * MS)
+    assert trace_command.is_settled(spans, end + 2_000 * MS)
+    assert not trace_command.is_settled([], end)
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "text"),
+    [(0, "0 µs"), (999, "1 µs"), (999_499, "999 µs"), (1_000_000, "1.00 ms"), (999_000_000, "999.00 ms"), (61_500_000_000, "61.50 s")],
+)
+def test_durations_are_told_in_the_unit_that_reads_best(nanoseconds, text):
+    assert duration(nanoseconds) == text
