@@ -14,6 +14,8 @@ from services.scheduler.core.request import Ending, Request, RequestState
 from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import FinishReason
 
+# Outcomes of rows whose tokens were computed: their blocks hold what their names say.
+_COMPUTED = frozenset({RowOutcome.OK, RowOutcome.CONSTRAINT_COMPLETE, RowOutcome.DEAD_END})
 _ROW_ERRORS = {
     RowOutcome.DEAD_END: (ErrorCode.DEAD_END, "the constraint allows no further token"),
     RowOutcome.NON_FINITE: (ErrorCode.NON_FINITE, "the model's output was not finite"),
@@ -28,7 +30,8 @@ def apply(state: SchedulerState, group: Group, outcome: StepOutcome, now_ns: int
         state.counters.stale_results += 1
         return effects
     plan = group.in_flight.popleft()
-    if outcome.outcome is BatchOutcome.OK and len(outcome.rows) == len(outcome.tokens) == len(plan.rows):
+    # Behind a batch that failed nothing can have run, whatever its answer says.
+    if outcome.outcome is BatchOutcome.OK and not group.broken and len(outcome.rows) == len(outcome.tokens) == len(plan.rows):
         _apply_ok(state, group, plan, outcome, now_ns, effects)
     else:
         _apply_failed(state, group, plan, outcome, now_ns, effects)
@@ -50,11 +53,13 @@ def lose_group(state: SchedulerState, group: Group, now_ns: int, *, crashed: boo
 
 
 def _apply_ok(state: SchedulerState, group: Group, plan: StepPlan, outcome: StepOutcome, now_ns: int, effects: Effects) -> None:
-    for block, name in plan.pending:
-        group.ledger.publish(block, name)
     _unresolve(plan)
     device_us = outcome.timings.forward_us + outcome.timings.sample_us
     for row, row_outcome, tokens in zip(plan.rows, outcome.rows, outcome.tokens, strict=True):
+        row.residency.void |= row_outcome not in _COMPUTED
+        if not row.residency.void:
+            for block, name in row.named:
+                group.ledger.publish(block, name)
         if row.request.state is RequestState.ENDED:
             continue
         row.request.timeline.device_us += device_us
@@ -80,6 +85,8 @@ def _apply_row(
     elif outcome is RowOutcome.NOT_RUN:
         if request.residency is row.residency:
             state.requeue(request, "not_run", now_ns)
+    elif row.residency.void:
+        return
     elif len(tokens) != row.sample:
         error = TokenloomError(ErrorCode.PROTOCOL_VIOLATION, f"a row with {int(row.sample)} samples returned {len(tokens)} tokens")
         state.finish(request, Ending(FinishReason.FAILED, error=error), now_ns, effects)
@@ -132,9 +139,10 @@ def _apply_failed(state: SchedulerState, group: Group, plan: StepPlan, outcome: 
     group.ledger.withdraw(plan.number)
     _unresolve(plan)
     group.ledger.resolve(plan.number)
-    group.broken = True
-    if outcome.outcome is not BatchOutcome.NOT_RUN:
+    group.closing.update(plan.closes)
+    if outcome.outcome is not BatchOutcome.NOT_RUN and not group.broken:
         group.suspects = _live(plan)
+    group.broken = True
     _recover_if_drained(state, group, now_ns, effects)
 
 

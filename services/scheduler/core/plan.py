@@ -14,7 +14,8 @@ from services.scheduler.core.request import Request, Residency
 class PlannedRow:
     """One sequence's share of a step: tokens [start, start + count), and whether the last position is sampled.
 
-    `residency` tells rows of an earlier admission apart. `new_blocks` are appended to the slot's block table before the row runs.
+    `residency` tells rows of an earlier admission apart. `new_blocks` are appended to the slot's block table before the row runs; `named`
+    are the blocks that the row fills, with the names under which they are published if it succeeds.
     """
 
     request: Request
@@ -23,6 +24,7 @@ class PlannedRow:
     count: int
     sample: bool
     new_blocks: Sequence[int]
+    named: Sequence[tuple[int, bytes]]
     prefill: bool
 
 
@@ -47,7 +49,6 @@ class StepPlan:
     rows: list[PlannedRow] = field(default_factory=list)
     opens: list[PlannedOpen] = field(default_factory=list)
     closes: list[int] = field(default_factory=list)
-    pending: list[tuple[int, bytes]] = field(default_factory=list)
     planned_ns: int = 0
 
     @property

@@ -41,7 +41,8 @@ class _Draft:
     def __init__(self, state: SchedulerState, group: Group, isolated: bool, now_ns: int) -> None:
         self._state, self._group, self._isolated, self._now = state, group, isolated, now_ns
         self._budget = state.limits.max_tokens_per_step
-        self._number = group.last_number + 1
+        # With nothing in flight every request is far enough from its last batch, and the numbers must say so.
+        self._number = group.last_number + (1 if group.in_flight else group.feed_forward_distance)
         self._plan = StepPlan(group.name, group.epoch, self._number, group.chain_head, planned_ns=now_ns)
 
     def finish(self) -> StepPlan | None:
@@ -115,8 +116,8 @@ class _Draft:
         start, end = residency.planned, residency.planned + count
         prefill = request.is_prefill
         sample = end == request.planned_known
-        self._plan.rows.append(PlannedRow(request, residency, start, count, sample, fresh, prefill))
-        self._name_full_blocks(request, residency, end)
+        named = self._name_full_blocks(request, residency, end)
+        self._plan.rows.append(PlannedRow(request, residency, start, count, sample, fresh, named, prefill))
         residency.planned, residency.last_batch = end, self._number
         request.unresolved += 1
         request.unresolved_samples += sample
@@ -125,12 +126,15 @@ class _Draft:
             request.timeline.note(RequestEvent("chunk", self._now, amount=count))
         self._budget -= count
 
-    def _name_full_blocks(self, request: Request, residency: Residency, end: int) -> None:
-        for index in range(residency.published, min(end // BLOCK_SIZE, len(request.block_names))):
-            name = request.block_names[index]
-            self._group.ledger.name_pending(residency.blocks[index], name, self._number)
-            self._plan.pending.append((residency.blocks[index], name))
-            residency.published = index + 1
+    def _name_full_blocks(self, request: Request, residency: Residency, end: int) -> list[tuple[int, bytes]]:
+        first, last = residency.published, min(end // BLOCK_SIZE, len(request.block_names))
+        if first >= last:
+            return []
+        named = list(zip(residency.blocks[first:last], request.block_names[first:last], strict=True))
+        for block, name in named:
+            self._group.ledger.name_pending(block, name, self._number)
+        residency.published = last
+        return named
 
     def admit_waiting(self) -> None:
         """Admits from the queue while all three limits allow it; who must wait learns why."""
@@ -162,7 +166,7 @@ class _Draft:
             return WaitReason.UNRESOLVED
         if self._budget < 1:
             return WaitReason.TOKEN_BUDGET
-        if not self._group.free_slots or len(self._group.running) >= self._state.limits.max_sequences:
+        if not self._make_slot():
             return WaitReason.NO_SLOT
         hit = self._lookup(request)
         if hit.next_is_pending:
@@ -176,6 +180,22 @@ class _Draft:
             return lacking
         self._open(request, hit.blocks, computed, count)
         return None
+
+    def _make_slot(self) -> bool:
+        """Whether a slot is free. Suspects whose turn it is take one from those who must not run meanwhile."""
+        group = self._group
+        if group.free_slots and len(group.running) < self._state.limits.max_sequences:
+            return True
+        return self._isolated and self._preempt_frozen()
+
+    def _preempt_frozen(self) -> bool:
+        """Sends the last one of those who must not run now back to the queue; False: there is none."""
+        frozen = next((other for other in reversed(self._group.running) if not self._may_run(other)), None)
+        if frozen is None:
+            return False
+        self._state.requeue(frozen, "preempted", self._now)
+        frozen.wait(WaitReason.QUARANTINE, self._now)
+        return True
 
     def _lookup(self, request: Request) -> Hit:
         if not self._state.limits.prefix_caching or not request.cacheable:
@@ -191,10 +211,8 @@ class _Draft:
         while ledger.spare_without(hit.blocks) < needed:
             if ledger.spare_without(hit.blocks) + ledger.draining >= needed:
                 return WaitReason.DRAINING_BLOCKS
-            frozen = [other for other in group.running if not self._may_run(other)]
-            if not frozen:
+            if not self._preempt_frozen():
                 return WaitReason.NO_BLOCKS
-            self._state.requeue(frozen[-1], "preempted", self._now)
         return None
 
     def _open(self, request: Request, hits: list[int], computed: int, count: int) -> None:

@@ -117,8 +117,9 @@ class Ending:
 class Residency:
     """A running request's place in one worker group. A new one for every admission, so that rows of an older one are told apart.
 
-    `blocks` is the block table; the first `shared` came from the prefix cache. `computed`: tokens whose KV is confirmed; `planned`:
-    the same with all batches in flight; `last_batch`: the newest batch it stands in. `opened`: the worker has been told.
+    `blocks` is the block table; its first `published` are named or came from the prefix cache. `computed`: tokens whose KV is confirmed;
+    `planned`: the same with all batches in flight; `last_batch`: the newest batch it stands in. `opened`: the worker has been told.
+    `void`: one of its rows was not computed, so that what later rows in flight yield means nothing.
     """
 
     group: str
@@ -130,6 +131,7 @@ class Residency:
     published: int
     last_batch: int = 0
     opened: bool = False
+    void: bool = False
 
 
 @dataclass(slots=True, eq=False)

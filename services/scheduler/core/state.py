@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from libs.blocks import blocks_for
+from libs.blocks import BLOCK_SIZE, blocks_for
 from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.core.ledger import BlockLedger
 from services.scheduler.core.plan import Effects, StepPlan
@@ -138,7 +138,7 @@ class SchedulerState:
 
     def capacity_tokens(self) -> int | None:
         """Longest sequence that every attached group can hold alone; None while there is none."""
-        return min((group.ledger.num_blocks for group in self.groups.values()), default=0) * 16 or None
+        return min((group.ledger.num_blocks for group in self.groups.values()), default=0) * BLOCK_SIZE or None
 
     def accept(self, request: Request) -> None:
         """Takes a request into the queue. Raises TokenloomError (CANNOT_FIT, PROMPT_TOO_LONG, QUEUE_FULL) and takes nothing otherwise."""
@@ -147,15 +147,21 @@ class SchedulerState:
             limit, prompt = self.limits.max_model_len, len(request.prompt_ids)
             raise TokenloomError(ErrorCode.PROMPT_TOO_LONG, f"the prompt has {prompt} tokens; with one output token the limit is {limit}")
         capacity = self.capacity_tokens()
-        if capacity is not None and blocks_for(total - 1) * 16 > capacity:
+        if capacity is not None and blocks_for(total - 1) * BLOCK_SIZE > capacity:
             raise TokenloomError(ErrorCode.CANNOT_FIT, f"prompt and max_tokens need {total} tokens of KV cache; a worker holds {capacity}")
-        if len(self.requests) >= self.limits.max_requests:
+        if len(self.requests) >= self.limits.max_requests and not request.attempt:  # one that a client already reads goes on
             raise TokenloomError(ErrorCode.QUEUE_FULL, f"{len(self.requests)} requests are live, the limit", retry_after_ms=1000)
         self.requests[request.key] = request
         self.counters.admitted += 1
         if request.deadline_ns is not None:
-            heapq.heappush(self._deadlines, (request.deadline_ns, request.arrival, request))
+            self._remember_deadline(request, request.deadline_ns)
         self.queue.push(request)
+
+    def _remember_deadline(self, request: Request, deadline_ns: int) -> None:
+        if len(self._deadlines) > 2 * len(self.requests):  # most of them have ended; a far deadline must not keep them in memory
+            self._deadlines = [entry for entry in self._deadlines if entry[2].state is not RequestState.ENDED]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline_ns, request.arrival, request))
 
     def admit(self, request: Request, group: Group, hits: list[int], computed: int, now_ns: int) -> list[int]:
         """Moves the head of the queue into `group`: hits first, then blocks for all known tokens. Returns the new blocks.
