@@ -6,19 +6,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from libs.blocks import BLOCK_SIZE
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.directory import ModelDirectory
 from libs.models.llama_config import LlamaConfig
+from libs.sampling import SamplingParams
 from libs.telemetry.logs import get_logger
 from services.worker import facts, kv_cache, numerics, weights
+from services.worker.batch import Batch, Opening, Row
 from services.worker.config import WorkerConfig
 from services.worker.models.registry import Model, build
 from services.worker.ops.base import HeadShape, LayerCache
 from services.worker.sampling.sampler import sample
-from services.worker.slots import Limits, StagedRow
+from services.worker.slots import Limits, SlotTable, StagedRow
 from services.worker.step_inputs import build_inputs, build_sampling
 from tokenloom.worker.v1 import worker_pb2
 
@@ -50,6 +53,13 @@ class Engine:
             max_tokens_per_step=facts.max_tokens_per_step,
             vocab_size=facts.logits_width,
         )
+
+    def warm_up(self) -> None:
+        """Computes one token in block 0, so that libraries are loaded and buffers made before the first request."""
+        ids, none = np.zeros(1, np.int32), np.empty(0, np.int32)
+        opening = Opening(0, "warm-up", ids, none, 0, ids, SamplingParams(max_tokens=1), None, 0)
+        batch = Batch(0, 0, 0, 1, (), (opening,), (Row(0, 1, True, none),))
+        self.execute(SlotTable(self.limits, ()).stage(batch).rows)
 
     @torch.inference_mode()
     def execute(self, rows: Sequence[StagedRow]) -> Executed:
@@ -94,6 +104,7 @@ def load(config: WorkerConfig) -> Engine:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{directory.path}: {error.args[0]}") from error
     cache = kv_cache.allocate(model_config, size.num_blocks, dtype)
     engine = Engine(model, cache, _facts(config, directory, size, dtype, executor))
+    engine.warm_up()
     _log.info(
         "model loaded",
         seconds=round(time.monotonic() - started, 2),

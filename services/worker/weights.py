@@ -1,6 +1,6 @@
 """Weights from the files of a model directory, by their Hugging Face names, in the executor's dtype.
 
-A GGUF is read with the gguf package and dequantised with numpy, without transformers. Its converter stores the rows of each query and
+A GGUF is dequantised with the gguf package and numpy, without transformers. Its converter stores the rows of each query and
 key head in another order (the halves of the rotation interleaved); that is undone here, so that models know one layout only.
 """
 
@@ -19,6 +19,7 @@ from safetensors import safe_open
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.llama_config import LlamaConfig
 from libs.telemetry.logs import get_logger
+from services.worker.gguf_index import read_index
 
 _log = get_logger(__name__)
 _PROGRESS_SECONDS = 2.0
@@ -84,7 +85,7 @@ class GgufSource:
     def __init__(self, file: Path, config: LlamaConfig) -> None:
         self._file = file
         self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        self._tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+        self._tensors = read_index(file)
 
     @property
     def total_bytes(self) -> int:
@@ -97,13 +98,14 @@ class GgufSource:
         if stored is None:
             return None
         try:
-            values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+            values = gguf.quants.dequantize(stored.data, stored.kind)
         except NotImplementedError as error:
-            raise TokenloomError(ErrorCode.UNSUPPORTED, f"{stored.name} is stored as {stored.tensor_type.name}: {error}") from error
+            raise TokenloomError(ErrorCode.UNSUPPORTED, f"{stored.name} is stored as {stored.kind.name}: {error}") from error
         heads = next((count for part, count in self._heads.items() if f".{part}." in stored.name), None)
         if heads is not None:
             values = unpermute(values, heads)
-        return torch.from_numpy(np.array(values, dtype=np.float32))
+        values = np.ascontiguousarray(values, np.float32)
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
 def gguf_name(name: str) -> str:

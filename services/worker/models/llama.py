@@ -79,10 +79,14 @@ class _Needed:
 
     def joined(self, names: Sequence[str], widths: Sequence[int], inputs: int, *, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weights [sum of widths, inputs] of several products over the same input, and their biases."""
-        weight = torch.cat([self(f"{name}.weight", (width, inputs)) for name, width in zip(names, widths, strict=True)])
+        weight = _stacked([self(f"{name}.weight", (width, inputs)) for name, width in zip(names, widths, strict=True)])
         if not bias:
             return weight, None
-        return weight, torch.cat([self(f"{name}.bias", (width,)) for name, width in zip(names, widths, strict=True)])
+        return weight, _stacked([self(f"{name}.bias", (width,)) for name, width in zip(names, widths, strict=True)])
+
+
+def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _layer(config: LlamaConfig, need: _Needed, ops: Ops, index: int) -> Layer:
