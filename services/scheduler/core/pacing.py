@@ -10,7 +10,7 @@ _WEIGHT = 0.25
 
 
 class StepPredictor:
-    """Exponentially weighted mean and deviation of step times by size class: decode-only steps and others, in powers of two of their tokens.
+    """Exponentially weighted mean and deviation of step times by size class: decode-only or not, in powers of two of the tokens.
 
     As TCP estimates a round trip (Jacobson 1988), but looking for the early side: on a noisy machine the next step is sent earlier.
     """

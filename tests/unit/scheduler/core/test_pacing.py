@@ -1,0 +1,43 @@
+"""Predicted step times: learned per size class, from the worker's own timings."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler.core.pacing import StepPredictor
+
+
+def test_a_size_that_was_never_seen_has_no_prediction():
+    predictor = StepPredictor()
+    predictor.observe(64, 1, 9000)
+    assert predictor.predict_us(1, 1) is None
+
+
+def test_the_first_observation_is_the_prediction():
+    predictor = StepPredictor()
+    predictor.observe(8, 8, 16_000)
+    assert predictor.predict_us(8, 8) == 16_000
+
+
+def test_the_prediction_follows_a_change_without_jumping_to_it():
+    predictor = StepPredictor()
+    predictor.observe(8, 8, 10_000)
+    predictor.observe(8, 8, 20_000)
+    assert predictor.predict_us(8, 8) == pytest.approx(12_500)
+    for _ in range(30):
+        predictor.observe(8, 8, 20_000)
+    assert predictor.predict_us(8, 8) == pytest.approx(20_000, rel=0.01)
+
+
+def test_decode_steps_and_prefill_steps_of_the_same_size_are_told_apart():
+    predictor = StepPredictor()
+    predictor.observe(32, 32, 5_000)
+    predictor.observe(32, 2, 9_000)
+    assert (predictor.predict_us(32, 32), predictor.predict_us(32, 2)) == (5_000, 9_000)
+
+
+def test_sizes_between_two_powers_of_two_share_a_class():
+    predictor = StepPredictor()
+    predictor.observe(33, 33, 5_000)
+    assert predictor.predict_us(63, 63) == 5_000
+    assert predictor.predict_us(64, 64) is None
