@@ -16,7 +16,7 @@ from pydantic_settings import CliPositionalArg
 from rich.console import Console
 from rich.table import Table
 
-from libs.config import ConfigT, ServiceConfig
+from libs.config import CommonConfig, ConfigT, ServiceConfig
 from libs.errors import ErrorCode, TokenloomError
 from services.gateway.config import GatewayConfig
 from services.scheduler.config import SchedulerConfig
@@ -35,7 +35,7 @@ DECIDED = frozenset({"listen", "store", "instance", "model", "uds", "metrics_hos
 }
 
 
-class ServeOptions(ServiceConfig):
+class ServeOptions(CommonConfig):
     """Serves a model on this machine: gateway, scheduler, worker and tokenizer, each its own process."""
 
     model: CliPositionalArg[str] = Field("", description="Model directory, .gguf file or hub id. None: SmolLM2-135M-Instruct.")
@@ -85,7 +85,7 @@ def print_help(console: Console) -> None:
     console.print(ServeOptions.__doc__)
     console.print("Every flag can also be an environment variable: --max-num-seqs is TOKENLOOM_MAX_NUM_SEQS.\n")
     seen: set[str] = set()
-    groups: dict[str, type[ServiceConfig]] = {"mesh": ServeOptions, **SERVICES}
+    groups: dict[str, type[CommonConfig]] = {"mesh": ServeOptions, **SERVICES}
     for title, config in groups.items():
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 2), title=f"[bold]{title}[/bold]", title_justify="left")
         table.add_column(ratio=1, no_wrap=False)

@@ -19,11 +19,11 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from libs.errors import ErrorCode, TokenloomError
 
-ConfigT = TypeVar("ConfigT", bound="ServiceConfig")
+ConfigT = TypeVar("ConfigT", bound="CommonConfig")
 
 
-class ServiceConfig(BaseSettings):
-    """What every service can be told."""
+class CommonConfig(BaseSettings):
+    """What every service and the whole local mesh can be told."""
 
     model_config = SettingsConfigDict(
         env_prefix="TOKENLOOM_",
@@ -43,9 +43,6 @@ class ServiceConfig(BaseSettings):
         default_factory=list,
         description="OTLP/gRPC endpoint that receives this service's spans (http://host:4317); may be repeated. None: no traces.",
     )
-    metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus endpoint (the gateway serves /metrics on its own port).")
-    metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint. 0: none.")
-    instance: str = Field("", description="Name of this process in logs, traces and metrics. Empty: made from service and pid.")
 
     @field_validator("*", mode="before")
     @classmethod
@@ -54,6 +51,14 @@ class ServiceConfig(BaseSettings):
         if isinstance(value, str) and get_origin(annotation) is list:
             return [item.strip() for item in value.split(",") if item.strip()]
         return value
+
+
+class ServiceConfig(CommonConfig):
+    """What every service can be told."""
+
+    metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus endpoint (the gateway serves /metrics on its own port).")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint. 0: none.")
+    instance: str = Field("", description="Name of this process in logs, traces and metrics. Empty: made from service and pid.")
 
 
 def parse(config: type[ConfigT], args: Sequence[str], *, prog: str) -> ConfigT:
@@ -68,7 +73,7 @@ def parse(config: type[ConfigT], args: Sequence[str], *, prog: str) -> ConfigT:
         raise SystemExit(2) from None
 
 
-def to_args(config: ServiceConfig, fields: Sequence[str]) -> list[str]:
+def to_args(config: CommonConfig, fields: Sequence[str]) -> list[str]:
     """The flags that make `parse` give the named fields the values they have in `config`; fields left at their default are left out.
 
     Raises TokenloomError (INVALID_REQUEST) for an item of a list with a comma in it.

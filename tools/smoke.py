@@ -134,6 +134,16 @@ def check_trace(port: int, response_id: str) -> None:
     print(f"smoke: trace of {len(spans)} spans: {', '.join(span['name'] for span in spans)}")
 
 
+def check_metrics(port: int) -> None:
+    """docs/metrics.md knows every metric that the gateway serves, and those of the other services where their ports were free."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    served = [get(port + offset, "/metrics")[1].decode() for offset in range(4)]
+    check("tokenloom:time_to_first_token_seconds_count" in served[0], "the gateway serves no time to first token")
+    missing = [line.split()[2] for text in served for line in text.splitlines() if line.startswith("# HELP tokenloom:")]
+    missing = [name for name in missing if f"`{name}`" not in page]
+    check(not missing, f"docs/metrics.md lacks {missing}; make it anew with tools/metrics_doc.py")
+
+
 def interrupt(process: subprocess.Popen[str]) -> None:
     """Ctrl-C, as a terminal sends it: to the whole foreground group. Every process must end."""
     family = _family(process.pid)
@@ -160,6 +170,7 @@ def main() -> int:
                 model = json.loads(get(port, "/v1/models")[1])["data"][0]["id"]
                 response_id = stream_chat(port, model)
                 check_trace(port, response_id)
+                check_metrics(port)
                 interrupt(process)
         except (SmokeError, OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError) as error:
             log.seek(0)
