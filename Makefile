@@ -19,7 +19,7 @@ INSTALL_INPUTS := pyproject.toml hatch_build.py $(shell find protos -name '*.pro
 KERNEL_SOURCES := $(shell find services/worker/kernels/cpu -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint protos install clean
+.PHONY: help serve test lint lint-style lint-types lint-imports lint-protos lint-tree protos install clean
 
 help: ## Lists the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -32,13 +32,23 @@ serve: $(VENV)/.serve $(VENV)/.kernels ## Installs what is missing and serves a 
 test: $(VENV)/.dev $(VENV)/.kernels ## Runs the whole suite (ARGS are pytest's)
 	@$(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/.dev ## Style, types, imports, contracts and sizes
+lint: lint-style lint-types lint-imports lint-protos lint-tree ## Style, types, imports, contracts and sizes (-k: all of them)
+
+lint-style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-types: $(VENV)/.dev
 	$(BIN)/mypy
+
+lint-imports: $(VENV)/.dev
 	$(BIN)/lint-imports --no-logo
+
+lint-protos: $(VENV)/.dev
 	$(BIN)/buf lint protos
 	$(BIN)/buf format protos --diff --exit-code
+
+lint-tree: $(VENV)/.dev
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_tree.py
 
