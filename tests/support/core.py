@@ -42,7 +42,7 @@ def make_request(
     stops = StopTracker(RULES, params, len(prompt))
     for index in range(len(outputs)):
         stops.push(outputs[index], outputs[: index + 1])
-    names = block_hashes(prompt)
+    names = block_hashes(prompt) if cacheable else []
     return Request(
         RequestKey(7, number or arrival),
         0,
@@ -53,6 +53,6 @@ def make_request(
         Timeline(received_ns=arrival),
         output_ids=list(outputs),
         block_names=names,
-        cacheable=cacheable and bool(names),
+        cacheable=bool(names),
         deadline_ns=deadline_ns,
     )

@@ -16,8 +16,9 @@ from services.scheduler.core.plan import PlannedOpen, PlannedRow, StepPlan
 from services.scheduler.core.request import Request, RequestEvent, RequestState, Residency, WaitReason
 from services.scheduler.core.state import Group, SchedulerState
 
-# Requests that may be passed over in one step because another one is computing their prefix right now.
+# Requests that may be passed over in one step, and why: what they wait for is not in the way of others.
 _MAX_ASIDE = 64
+_PASSED_OVER = frozenset({WaitReason.PREFIX_IN_FLIGHT, WaitReason.QUARANTINE})
 
 
 def plan(state: SchedulerState, group: Group, now_ns: int) -> StepPlan | None:
@@ -144,7 +145,7 @@ class _Draft:
             if reason is None:
                 continue
             request.wait(reason, self._now)
-            if reason is not WaitReason.PREFIX_IN_FLIGHT or len(aside) >= _MAX_ASIDE:
+            if reason not in _PASSED_OVER or len(aside) >= _MAX_ASIDE:
                 break
             self._state.queue.remove(request)
             aside.append(request)
@@ -157,11 +158,13 @@ class _Draft:
             waiting = (request for request in self._state.quarantine.suspects if request.state is RequestState.WAITING)
             yield from (request for request in list(waiting) if request not in aside)
             return
-        while (request := self._state.queue.peek()) is not None and self._may_run(request):
+        while (request := self._state.queue.peek()) is not None:
             yield request
 
     def _admit(self, request: Request) -> WaitReason | None:
         """Admits one request and plans its first row; otherwise says why not, and nothing has changed."""
+        if not self._may_run(request):
+            return WaitReason.QUARANTINE
         if request.unresolved:
             return WaitReason.UNRESOLVED
         if self._budget < 1:

@@ -289,7 +289,8 @@ class LedgerMachine(RuleBasedStateMachine):
         block = lease[-1]
         self.batch += 1
         self.pending[self.batch] = []
-        if sum(block in other for other in self.leases) == 1 and block not in self.readable:
+        promised = any(block == other for names in self.pending.values() for other, _ in names)
+        if sum(block in other for other in self.leases) == 1 and block not in self.readable and not promised:
             self.ledger.name_pending(block, name, self.batch)
             self.pending[self.batch].append((block, name))
 

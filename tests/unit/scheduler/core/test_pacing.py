@@ -23,10 +23,30 @@ def test_the_prediction_follows_a_change_without_jumping_to_it():
     predictor = StepPredictor()
     predictor.observe(8, 8, 10_000)
     predictor.observe(8, 8, 20_000)
-    assert predictor.predict_us(8, 8) == pytest.approx(12_500)
-    for _ in range(30):
+    predicted = predictor.predict_us(8, 8)
+    assert predicted is not None
+    assert predicted < 12_500
+    for _ in range(60):
         predictor.observe(8, 8, 20_000)
     assert predictor.predict_us(8, 8) == pytest.approx(20_000, rel=0.01)
+
+
+def test_where_steps_vary_the_prediction_looks_at_the_early_side():
+    steady, noisy = StepPredictor(), StepPredictor()
+    for turn in range(40):
+        steady.observe(8, 8, 10_000)
+        noisy.observe(8, 8, 8_000 if turn % 2 else 12_000)
+    assert steady.predict_us(8, 8) == pytest.approx(10_000)
+    early = noisy.predict_us(8, 8)
+    assert early is not None
+    assert 5_000 <= early < 9_500
+
+
+def test_one_outlier_does_not_bring_the_prediction_under_half_the_mean():
+    predictor = StepPredictor()
+    predictor.observe(8, 8, 1_000)
+    predictor.observe(8, 8, 1_000_000)
+    assert predictor.predict_us(8, 8) == pytest.approx((1_000 + 0.25 * 999_000) / 2)
 
 
 def test_decode_steps_and_prefill_steps_of_the_same_size_are_told_apart():
