@@ -112,6 +112,7 @@ class TokenizerClient:
 
     async def _anywhere(self, call: Callable[[Replica], Awaitable[_T]]) -> _T:
         """Makes a call at the best replica; tries the others, each once, when that one is unreachable or full."""
+        self._turn += 1
         tried: set[Replica] = set()
         problem = TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, "no tokenizer is configured", retry_after_ms=1000)
         while (replica := self._pick(tried)) is not None:
@@ -134,7 +135,6 @@ class TokenizerClient:
     def _pick(self, tried: set[Replica]) -> Replica | None:
         """The least busy replica not yet tried; those with an open circuit come last, the one that closes soonest first."""
         now = self._clock.monotonic_ns()
-        self._turn += 1
         count = len(self._replicas)
         # The turn rotates ties: equal replicas take calls in a circle.
         order = [self._replicas[(self._turn + offset) % count] for offset in range(count)]

@@ -1,0 +1,96 @@
+"""Whatever a client sends, decoding and validating end in a request or in an error of the table; never in anything else."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.errors import TokenloomError
+from services.gateway.api.decode import decode_chat, decode_completion
+from services.gateway.api.fields import NO_EFFECT, REFUSED
+from services.gateway.api.types import ChatRequest, CompletionRequest
+from services.gateway.api.validate import want_chat, want_completion
+from services.gateway.wanted import Wanted
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+NAMES = sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *REFUSED, *NO_EFFECT, "other"})
+MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool"]) | JSON, "content": JSON})
+
+
+def understand(body: bytes) -> list[Wanted | TokenloomError]:
+    """Both APIs' view of a body."""
+    found: list[Wanted | TokenloomError] = []
+    for attempt in (
+        lambda: want_chat(decode_chat(body), "m", "label"),
+        lambda: want_completion(decode_completion(body), "m", "label", max_prompts=4),
+    ):
+        try:
+            found.append(attempt())
+        except TokenloomError as error:
+            found.append(error)
+    faults = [outcome for outcome in found if isinstance(outcome, TokenloomError)]
+    assert all(400 <= fault.code.spec.http_status < 500 and fault.message for fault in faults)
+    return found
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_request_or_an_error(body):
+    assert len(understand(body)) == 2
+
+
+@given(
+    st.fixed_dictionaries(
+        {"messages": st.lists(MESSAGE | JSON, max_size=3) | JSON, "prompt": JSON | st.lists(st.integers(), max_size=5)},
+        optional={name: JSON for name in NAMES if name not in ("messages", "prompt")},
+    )
+)
+def test_any_json_object_is_a_request_or_an_error(fields):
+    assert len(understand(json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass"))) == 2
+
+
+@given(st.integers(0, 3000), st.sampled_from(["[", '{"a":', '{"messages":[', '{"prompt":[']))
+def test_any_depth_is_a_request_or_an_error(depth, opening):
+    assert all(isinstance(outcome, TokenloomError) for outcome in understand(opening.encode() * (depth + 1)))
+
+
+@given(st.text(max_size=50))
+def test_text_reaches_the_tokenizer_unchanged(text):
+    body = msgspec.json.encode({"messages": [{"role": "user", "content": text}], "prompt": text})
+    chat, completion = understand(body)
+    assert json.loads(chat.prompts[0].request.chat.messages_json) == [{"role": "user", "content": text}]
+    assert completion.prompts[0].request.text == text
+
+
+def test_no_field_is_in_two_lists():
+    supported = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    assert not NO_EFFECT & set(REFUSED)
+    assert not supported & set(REFUSED)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refused_field_may_be_null(name):
+    body = msgspec.json.encode({"prompt": "a", name: None})
+    assert decode_completion(body).prompt == "a"
+
+
+@pytest.mark.parametrize(("name", "value"), [("n", True), ("presence_penalty", False), ("echo", 0), ("logprobs", 0), ("best_of", "1")])
+def test_a_boolean_is_no_number_and_a_number_no_boolean(name, value):
+    with pytest.raises(TokenloomError):
+        decode_completion(msgspec.json.encode({"prompt": "a", name: value}))
+
+
+def test_long_unknown_names_are_cut_before_they_are_logged(monkeypatch):
+    warned = []
+    monkeypatch.setattr("services.gateway.api.decode._log.warning", lambda _event, **fields: warned.append(fields))
+    decode_completion(msgspec.json.encode({"prompt": "a", **{f"{index}{'x' * 500}": 1 for index in range(100)}}))
+    assert len(warned[0]["fields"]) == 20
+    assert max(map(len, warned[0]["fields"])) == 64
+    assert warned[0]["count"] == 100

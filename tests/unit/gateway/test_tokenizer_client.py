@@ -1,0 +1,163 @@
+"""Several tokenizer replicas behind one client: balanced, retried, left alone while they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from libs.clock import SystemClock
+from libs.errors import ErrorCode, TokenloomError
+from libs.packing import unpack_ids
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.tokenizer_client import TokenizerClient
+from tests.support.gateway_fakes import FakeTokenizer, ids_of
+from tests.support.gateway_process import until
+from tokenloom.tokenizer.v1 import tokenizer_pb2
+
+REQUEST = tokenizer_pb2.EncodeRequest(text="ab")
+
+
+@contextlib.asynccontextmanager
+async def replicas(tmp_path, count: int = 2, *, expected: str = ""):
+    """Running replicas and a client of them."""
+    fakes = [FakeTokenizer() for _ in range(count)]
+    addresses = [await fake.start(f"unix:{tmp_path}/{index}.sock") for index, fake in enumerate(fakes)]
+    client = TokenizerClient(addresses, SystemClock(), GatewayMetrics("m"), lambda: expected)
+    try:
+        yield fakes, client
+    finally:
+        await client.close()
+        for fake in fakes:
+            await fake.stop()
+
+
+async def encode(client: TokenizerClient, timeout: float | None = 5) -> list[int]:
+    return unpack_ids((await client.encode(REQUEST, timeout=timeout, traceparent="")).token_ids)
+
+
+async def test_idle_replicas_take_turns(tmp_path):
+    async with replicas(tmp_path) as (fakes, client):
+        for _ in range(10):
+            assert await encode(client) == ids_of("ab")
+        assert [len(fake.calls) for fake in fakes] == [5, 5]
+
+
+async def test_the_least_busy_replica_is_asked(tmp_path):
+    async with replicas(tmp_path) as (fakes, client):
+        fakes[0].gate.clear()
+        held = [asyncio.create_task(encode(client))]
+        while not fakes[0].calls:
+            await asyncio.sleep(0)
+            if held[-1].done():
+                held.append(asyncio.create_task(encode(client)))
+        before = len(fakes[1].calls)
+        for _ in range(6):
+            await encode(client)
+        assert (len(fakes[0].calls), len(fakes[1].calls) - before) == (1, 6)
+        fakes[0].gate.set()
+        await asyncio.gather(*held)
+
+
+async def test_a_dead_replica_costs_no_request(tmp_path):
+    async with replicas(tmp_path) as (fakes, client):
+        await fakes[0].stop()
+        for _ in range(10):
+            assert await encode(client) == ids_of("ab")
+        assert len(fakes[1].calls) == 10
+
+
+async def test_a_replica_that_returns_is_used_again(tmp_path):
+    async with replicas(tmp_path) as (fakes, client):
+        await fakes[0].stop()
+        await encode(client)
+        await encode(client)
+        again = fakes[0] = FakeTokenizer()
+        await again.start(f"unix:{tmp_path}/0.sock")
+        async with asyncio.timeout(10):
+            while not again.calls:
+                await encode(client)
+
+
+async def test_a_failing_replica_is_left_alone_for_a_while(tmp_path):
+    async with replicas(tmp_path) as (fakes, client):
+        fakes[0].failure = TokenloomError(ErrorCode.UNAVAILABLE, "restarting")
+        for _ in range(8):
+            await encode(client)
+        assert len(fakes[0].calls) == 1
+
+
+async def test_a_full_replica_is_passed_over_but_not_left_alone(tmp_path):
+    async with replicas(tmp_path) as (fakes, client):
+        fakes[0].failure = TokenloomError(ErrorCode.TOKENIZER_BUSY, "full")
+        for _ in range(8):
+            await encode(client)
+        assert len(fakes[0].calls) == 4
+        assert len(fakes[1].calls) == 8
+
+
+async def test_all_full_is_busy_and_all_dead_is_unavailable(tmp_path):
+    async with replicas(tmp_path) as (fakes, client):
+        for fake in fakes:
+            fake.failure = TokenloomError(ErrorCode.TOKENIZER_BUSY, "full")
+        with pytest.raises(TokenloomError) as caught:
+            await encode(client)
+        assert caught.value.code is ErrorCode.TOKENIZER_BUSY
+        assert caught.value.retry_after_ms
+        for fake in fakes:
+            await fake.stop()
+        with pytest.raises(TokenloomError) as caught:
+            await encode(client)
+        assert caught.value.code is ErrorCode.TOKENIZER_UNAVAILABLE
+
+
+async def test_what_a_tokenizer_refuses_is_not_tried_elsewhere(tmp_path):
+    async with replicas(tmp_path) as (fakes, client):
+        for fake in fakes:
+            fake.failure = TokenloomError(ErrorCode.TEMPLATE_ERROR, "no such role", param="messages[0]")
+        with pytest.raises(TokenloomError) as caught:
+            await encode(client)
+        assert (caught.value.code, caught.value.message, caught.value.param) == (ErrorCode.TEMPLATE_ERROR, "no such role", "messages[0]")
+        assert sum(len(fake.calls) for fake in fakes) == 1
+
+
+async def test_a_call_that_takes_too_long_is_a_deadline(tmp_path):
+    async with replicas(tmp_path, 1) as (fakes, client):
+        fakes[0].gate.clear()
+        with pytest.raises(TokenloomError) as caught:
+            await encode(client, timeout=0.05)
+        assert caught.value.code is ErrorCode.DEADLINE_EXCEEDED
+        fakes[0].gate.set()
+
+
+async def test_a_replica_of_another_tokenizer_is_not_believed(tmp_path):
+    async with replicas(tmp_path) as (fakes, client):
+        client.table = fakes[0].table
+        fakes[1].table = FakeTokenizer("0" * 64).table
+        for _ in range(6):
+            response = await client.encode(REQUEST, timeout=5, traceparent="")
+            assert response.tokenizer_fingerprint == fakes[0].table.fingerprint
+        assert len(fakes[1].calls) == 1
+
+
+async def test_the_text_table_is_fetched_as_soon_as_somebody_has_it(tmp_path):
+    fake = FakeTokenizer()
+    client = TokenizerClient([f"unix:{tmp_path}/late.sock"], SystemClock(), GatewayMetrics("m"), lambda: "")
+    loading = asyncio.create_task(client.load_table())
+    try:
+        await asyncio.sleep(0.05)
+        assert client.table is None
+        await fake.start(f"unix:{tmp_path}/late.sock")
+        await until(lambda: client.table is not None)
+        assert client.table == fake.table
+    finally:
+        loading.cancel()
+        await client.close()
+        await fake.stop()
+
+
+async def test_the_trace_context_travels_as_metadata(tmp_path):
+    async with replicas(tmp_path, 1) as (fakes, client):
+        await client.encode(REQUEST, timeout=5, traceparent="00-" + "1" * 32 + "-" + "2" * 16 + "-01")
+        assert fakes[0].traceparents == ["00-" + "1" * 32 + "-" + "2" * 16 + "-01"]
