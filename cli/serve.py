@@ -41,15 +41,16 @@ def main(args: Sequence[str]) -> int:
     except TokenloomError as error:
         print(f"tokenloom serve: error: {error.message}", file=sys.stderr)
         return 2 if error.code is ErrorCode.INVALID_REQUEST else 1
-    except KeyboardInterrupt:
-        return 0
+    except KeyboardInterrupt:  # before the mesh runs; from then on signals are handled
+        return 130
 
 
 def _serve(options: ServeOptions) -> int:
     """Claims the port, finds the model, then runs the mesh. Raises TokenloomError before any process is started."""
     log_format = _log_format(options)
     gateway = service_config(GatewayConfig, options)
-    port = _free_port(gateway)
+    _check_host(gateway.host)
+    port = gateway.port or choose(gateway.host, 0)
     run_directory = RunDirectory.claim(port)
     try:
         if not is_free(gateway.host, port):
@@ -66,11 +67,11 @@ def _serve(options: ServeOptions) -> int:
         run_directory.release()
 
 
-def _free_port(gateway: GatewayConfig) -> int:
+def _check_host(host: str) -> None:
     try:
-        return gateway.port or choose(gateway.host, 0)
+        is_free(host, 0)
     except OSError as error:
-        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"--host {gateway.host}: {error}", param="host") from None
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"--host {host}: {error}", param="host") from None
 
 
 def _log_format(options: ServeOptions) -> LogFormat:
