@@ -1,0 +1,1 @@
+"""Hand-written kernels against the plain torch reference."""
