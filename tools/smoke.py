@@ -21,8 +21,11 @@ from typing import IO, Any
 
 import psutil
 
+from tools.metrics_doc import parse
+
 ROOT = Path(__file__).resolve().parent.parent
-READY_SECONDS, CHAT_SECONDS, TRACE_SECONDS, STOP_SECONDS = 120.0, 60.0, 15.0, 45.0
+READY_SECONDS, CHAT_SECONDS, TRACE_SECONDS, STOP_SECONDS = 120.0, 90.0, 15.0, 45.0
+MAX_TOKENS = 16
 PROCESSES = ("services.gateway", "services.scheduler", "services.worker", "services.tokenizer", "cli.trace_receiver")
 
 
@@ -96,7 +99,7 @@ def stream_chat(port: int, model: str) -> str:
         "messages": [{"role": "user", "content": "Name three things that are woven."}],
         "stream": True,
         "stream_options": {"include_usage": True},
-        "max_tokens": 24,
+        "max_tokens": MAX_TOKENS,
         "temperature": 0,
     }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CHAT_SECONDS)
@@ -117,7 +120,7 @@ def _check_chunks(chunks: list[dict[str, Any]]) -> str:
     check(len(text.split()) >= 3, f"hardly any text: {text!r}")
     check(choices[-1]["finish_reason"] in ("stop", "length"), f"no finish reason: {choices[-1]}")
     usage = chunks[-1].get("usage") or {}
-    check(0 < usage.get("completion_tokens", 0) <= 24 and usage.get("prompt_tokens", 0) > 0, f"no usage at the end: {chunks[-1]}")
+    check(0 < usage.get("completion_tokens", 0) <= MAX_TOKENS and usage.get("prompt_tokens", 0) > 0, f"no usage at the end: {chunks[-1]}")
     print(f"smoke: {len(chunks)} chunks, {usage['completion_tokens']} tokens: {text!r}")
     return str(chunks[0]["id"])
 
@@ -139,8 +142,7 @@ def check_metrics(port: int) -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     served = [get(port + offset, "/metrics")[1].decode() for offset in range(4)]
     check("tokenloom:time_to_first_token_seconds_count" in served[0], "the gateway serves no time to first token")
-    missing = [line.split()[2] for text in served for line in text.splitlines() if line.startswith("# HELP tokenloom:")]
-    missing = [name for name in missing if f"`{name}`" not in page]
+    missing = [metric.name for text in served for metric in parse(text) if f"`{metric.name}`" not in page]
     check(not missing, f"docs/metrics.md lacks {missing}; make it anew with tools/metrics_doc.py")
 
 
