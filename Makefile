@@ -7,11 +7,11 @@ VENV ?= .venv
 # make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-# What `make serve` serves, and where. Empty: the default of `tokenloom serve`.
-MODEL ?=
-HOST ?=
-PORT ?= 8000
-ARGS ?=
+# What `make serve` serves, and where. Empty: the default of `tokenloom serve`. Not from the environment, where HOST and PORT are common.
+MODEL =
+HOST =
+PORT = 8000
+ARGS =
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
