@@ -17,11 +17,11 @@ from tokenloom.tokenizer.v1 import tokenizer_pb2
 
 
 class Encoder:
-    """The model's tokenizer and template, loaded."""
+    """A model's tokenizer (as load_tokenizer gives it) and its template."""
 
-    def __init__(self, model: ModelDirectory) -> None:
-        """Raises TokenloomError(INVALID_REQUEST) when tokenizer.json cannot be read, TEMPLATE_ERROR when the template is broken."""
-        self._tokenizer = load_tokenizer(model)
+    def __init__(self, model: ModelDirectory, tokenizer: Tokenizer) -> None:
+        """Raises TokenloomError(TEMPLATE_ERROR) when the template is broken."""
+        self._tokenizer = tokenizer
         self._fingerprint = model.tokenizer_fingerprint
         self._vocab_size = model.vocab_size
         source = model.chat_template

@@ -21,7 +21,7 @@ from typing import BinaryIO
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.directory import ModelDirectory
 from libs.process import die_with_parent
-from services.tokenizer.encoder import Encoder
+from services.tokenizer.encoder import Encoder, load_tokenizer
 from tokenloom.tokenizer.v1 import tokenizer_pb2
 
 HEADER = struct.Struct("<IB")
@@ -69,8 +69,11 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent drains first, then closes stdin
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints must not break the frames
-    encoder = Encoder(ModelDirectory(sys.argv[1]))
+    model = ModelDirectory(sys.argv[1])
+    tokenizer = load_tokenizer(model)
+    # Before the template: Jinja computes its constant expressions while it compiles.
     limit_memory(int(sys.argv[2]))
+    encoder = Encoder(model, tokenizer)
     sink.write(frame(READY))
     sink.flush()
     while (request := read_frame(source)) is not None:

@@ -72,13 +72,18 @@ class EncoderPool:
         if failed:
             await asyncio.gather(*(process.kill() for process in ready))
             raise TokenloomError(ErrorCode.INTERNAL, f"an encoder process cannot start: {failed[0]}")
-        self._slots = [asyncio.create_task(self._run_slot(process)) for process in ready]
+        for process in ready:
+            self._joined(process)
+            self._slots.append(asyncio.create_task(self._run_slot(process)))
 
     async def close(self) -> None:
         """Ends all processes; prompts still inside or waiting are refused as DRAINING."""
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
+        # A slot that was cancelled before its first turn has not ended its process.
+        await asyncio.gather(*(process.kill() for process in self._processes))
+        self._processes.clear()
         for job in self._waiting:
             job.refuse(ErrorCode.DRAINING, "the tokenizer is shutting down")
 
@@ -130,8 +135,6 @@ class EncoderPool:
     async def _run_slot(self, process: EncoderProcess) -> None:
         """Owns one process at a time, until cancelled."""
         while True:
-            self._processes.add(process)
-            self._metrics.pool_size.set(len(self._processes))
             try:
                 await self._serve(process)
             finally:
@@ -139,6 +142,11 @@ class EncoderPool:
                 self._metrics.pool_size.set(len(self._processes))
                 await process.kill()
             process = await self._restarted()
+            self._joined(process)
+
+    def _joined(self, process: EncoderProcess) -> None:
+        self._processes.add(process)
+        self._metrics.pool_size.set(len(self._processes))
 
     async def _restarted(self) -> EncoderProcess:
         for attempt in itertools.count():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import grpc
 import httpx
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -193,33 +192,32 @@ async def test_each_encode_is_one_span_below_its_callers(tiny_llama_dir, tmp_pat
     assert sample("tokenloom:tokenizer_tokens_total") == 6
 
 
-async def test_sigterm_lets_running_prompts_end_and_takes_the_encoders_along(tiny_llama_dir, tmp_path, unused_tcp_port):
+@pytest.fixture
+def draining_service(tiny_llama_dir, tmp_path, unused_tcp_port):
+    """A service of its own, to be stopped by the test; its process, address and metrics URL."""
     address = f"unix:{tmp_path}/s"
     command = [sys.executable, "-m", "services.tokenizer", "--model", str(tiny_llama_dir), "--listen", address]
     process = subprocess.Popen([*command, "--metrics-port", str(unused_tcp_port), "--log-level", "error"])
-    try:
-        async with connect(address) as channel:
-            await healthy(channel, process)
-            children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-            assert len(children) == 2
-            async with httpx.AsyncClient() as client:
-                text = (await client.get(f"http://127.0.0.1:{unused_tcp_port}/metrics")).text
-            assert "tokenloom:tokenizer_pool_size 2.0" in text
-            stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-            running = asyncio.ensure_future(_encode(stub, "in the hall " * 20_000))
-            async with asyncio.timeout(30):  # until it is inside: the service counts a busy process
-                async with httpx.AsyncClient() as client:
-                    while "pool_busy 1.0" not in (await client.get(f"http://127.0.0.1:{unused_tcp_port}/metrics")).text:
-                        assert not running.done(), "the prompt is too short to be caught running"
-            process.send_signal(signal.SIGTERM)
-            assert len((await running).token_ids) > 4 * 20_000
-        assert await asyncio.to_thread(process.wait, 20) == 0
-        for pid in children:
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
-    finally:
-        process.kill()
-        process.wait()
+    yield process, address, f"http://127.0.0.1:{unused_tcp_port}/metrics"
+    process.kill()
+    process.wait()
+
+
+async def test_sigterm_lets_running_prompts_end_and_takes_the_encoders_along(draining_service):
+    process, address, metrics = draining_service
+    async with connect(address) as channel, httpx.AsyncClient() as client:
+        await healthy(channel, process)
+        children = psutil.Process(process.pid).children()
+        assert len(children) == 2
+        assert "tokenloom:tokenizer_pool_size 2.0" in (await client.get(metrics)).text
+        stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        running = asyncio.ensure_future(_encode(stub, "in the hall " * 100_000))
+        while "pool_busy 1.0" not in (await client.get(metrics)).text:
+            assert not running.done(), "the prompt is too short to be caught running"
+        process.send_signal(signal.SIGTERM)
+        assert len((await running).token_ids) > 4 * 100_000
+    assert await asyncio.to_thread(process.wait, 20) == 0
+    assert not any(child.is_running() for child in children)
 
 
 async def _encode(stub, text: str) -> tokenizer_pb2.EncodeResponse:

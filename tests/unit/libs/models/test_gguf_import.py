@@ -17,8 +17,8 @@ from libs.models.llama_config import RopeScaling
 from libs.text.build import build_text_table, byte_level_alphabet
 from tests.unit.libs.models.gguf_files import PIECES, write_gguf
 
-# SmolLM2's published pre-tokenizer cuts off every digit by itself, then cuts the rest with GPT-2's pattern. The pieces below were cut by
-# hand after that rule; the ids follow from the vocabulary and the ranked merges inside the GGUF by textbook BPE (TextbookBpe below), which shares
+# SmolLM2's published pre-tokenizer cuts off every digit by itself, then cuts the rest with GPT-2's pattern. The pieces below were
+# cut by hand after that rule; the ids follow from the vocabulary and the ranked merges inside the GGUF by TextbookBpe, which shares
 # no code with the import or with the tokenizers package. The ids are written out so that a change of either side shows.
 CASES = [
     ("Hello world", ["Hello", " world"], [19556, 905]),
