@@ -72,9 +72,10 @@ def to_request(submit: scheduler_pb2.Submit, gateway: int, rules: StopRules, arr
     sampling = SamplingParams.from_proto(submit.sampling)
     prompt, outputs = unpack_ids(submit.prompt_ids), unpack_ids(submit.output_ids)
     stops = StopTracker(rules, sampling, len(prompt))
-    stop = None
-    for index, token in enumerate(outputs):
-        stop = stops.push(token, outputs[: index + 1])
+    stop, replayed = None, list[int]()
+    for token in outputs:
+        replayed.append(token)
+        stop = stops.push(token, replayed)
     hashes = [submit.block_hashes[at : at + HASH_BYTES] for at in range(0, len(submit.block_hashes), HASH_BYTES)]
     request = Request(
         RequestKey(gateway, submit.id),
@@ -102,6 +103,8 @@ def _check_submit(submit: scheduler_pb2.Submit, rules: StopRules) -> None:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, "block_hashes does not fit the prompt", param="prompt")
     if submit.sampling.max_tokens < 1:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, "max_tokens must be at least 1", param="max_tokens")
+    if not all(submit.sampling.stop):
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, "a stop string must not be empty", param="stop")
     if submit.sampling.stop and not rules.table.verified:
         raise TokenloomError(ErrorCode.UNSUPPORTED, "stop strings are not served: this tokenizer's text table is not exact", param="stop")
     if submit.adapter:

@@ -21,7 +21,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.convert import WireTrace
 from services.scheduler.core.apply import apply, lose_group
 from services.scheduler.core.pacing import StepPredictor
-from services.scheduler.core.plan import Effects, StepPlan
+from services.scheduler.core.plan import BatchOutcome, Effects, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import CancelReason, Ending, RequestKey, Residency, WaitReason
@@ -32,7 +32,7 @@ from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.sessions import GatewaySession
 from services.scheduler.spans import RequestTrace
-from services.scheduler.workers import WorkerLink
+from services.scheduler.workers import LostWorker, WorkerLink
 from tokenloom.scheduler.v1 import scheduler_pb2
 from tokenloom.worker.v1 import worker_pb2
 
@@ -149,10 +149,14 @@ class Engine:
         outcome = convert.from_result(result)
         effects = apply(state, group, outcome, now)
         self._metrics.apply_time.observe((self._clock.monotonic_ns() - now) / 1e9)
-        if head is None or outcome.number != head.number:
+        if head is None or (outcome.epoch, outcome.number) != (head.epoch, head.number):
             return
+        if outcome.outcome is BatchOutcome.NOT_RUN and not head.predecessor:
+            self._publish(effects)
+            raise LostWorker(f"the worker refused step {head.number}, which has no predecessor")
         pace.started_ns = now
-        pace.predictor.observe(head.tokens, len(head.rows), outcome.timings.total_us)
+        if outcome.outcome is BatchOutcome.OK:
+            pace.predictor.observe(head.tokens, len(head.rows), outcome.timings.total_us)
         self._dispatch(group, pace)
         if outcome.error is not None:
             log.error("batch did not run", worker=link.name, step=outcome.number, error=outcome.error.message)
@@ -300,6 +304,7 @@ class Engine:
                 log.warning("submit of a live request ignored", request=str(key), attempt=submit.attempt)
                 return
             self._cancel(key, CancelReason.SESSION_LOST)
+            session.outbox.deltas.pop(submit.id, None)  # of the older attempt; the new one begins where the gateway says
         request, stop = convert.to_request(submit, session.gateway, rules, state.next_arrival(), now)
         state.accept(request)
         parent = TraceParent.parse(submit.trace.traceparent, submit.trace.tracestate)
@@ -319,7 +324,8 @@ class Engine:
 
     def cancel(self, session: GatewaySession, cancel: scheduler_pb2.Cancel) -> None:
         """See SessionOwner."""
-        self._cancel(RequestKey(session.gateway, cancel.id), convert.cancel_reason(cancel.reason))
+        if not session.closed.is_set():  # the request may live on in the gateway's next session
+            self._cancel(RequestKey(session.gateway, cancel.id), convert.cancel_reason(cancel.reason))
 
     def _cancel(self, key: RequestKey, reason: CancelReason) -> None:
         state = self.state
@@ -363,6 +369,16 @@ class Engine:
             self._publish(self.state.fail_all(list(self.state.requests.values()), error, now))
             for session in self._sessions.values():
                 self._touch(session)
+
+    @property
+    def fencing_token(self) -> int:
+        """What every attach carries."""
+        return self._leadership.token
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused because the process ends."""
+        return self._draining
 
     def drain(self) -> None:
         """Refuses new requests from now on."""

@@ -26,6 +26,10 @@ def check_fit(worker: str, facts: worker_pb2.WorkerFacts, mesh: worker_pb2.Worke
     ):
         if ours != theirs:
             raise TokenloomError(ErrorCode.FINGERPRINT_MISMATCH, f"worker {worker}: its {what} is {theirs}, the mesh has {ours}")
+    budget = min(config.max_num_batched_tokens, mesh.max_tokens_per_step)
+    if facts.max_tokens_per_step < budget:
+        held = facts.max_tokens_per_step
+        raise TokenloomError(ErrorCode.CANNOT_FIT, f"worker {worker}: its steps hold {held} tokens, the mesh's have up to {budget}")
     length = facts.max_model_len
     if facts.num_blocks * BLOCK_SIZE < length:
         raise TokenloomError(ErrorCode.CANNOT_FIT, f"worker {worker}: {facts.num_blocks} blocks cannot hold a sequence of {length} tokens")

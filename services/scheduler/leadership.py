@@ -44,4 +44,7 @@ class Leadership:
     def next_epoch(self) -> tuple[int, int]:
         """(token, epoch): an epoch is never used twice, by this process or by one with another token."""
         self._attaches += 1
-        return self.token, (self.token << _EPOCH_BITS) | (self._attaches & ((1 << _EPOCH_BITS) - 1))
+        if self._attaches >> _EPOCH_BITS:  # this token's epochs are used up
+            self._attaches = 1
+            self._take(at_least=self.token)
+        return self.token, (self.token << _EPOCH_BITS) | self._attaches

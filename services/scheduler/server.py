@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 
 from libs.clock import SystemClock
-from libs.errors import ErrorCode
+from libs.errors import ErrorCode, TokenloomError
 from libs.rpc import Server, connect, error_of, listen, new_server
 from libs.store import SqliteStore, Store, StoreError
 from libs.telemetry.logs import get_logger
@@ -72,8 +72,16 @@ class SchedulerProcess:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Comes up; returns once it listens. Raises OSError when an address is taken, StoreError when the store cannot be opened."""
+        """Comes up; returns once it listens.
+
+        Raises OSError when an address is taken, StoreError when the store cannot be opened, TokenloomError (INVALID_REQUEST) when the
+        configuration names no tokenizer or no worker.
+        """
         config = self.config
+        if not config.tokenizer_address:
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, "no tokenizer to ask for the text table", param="--tokenizer-address")
+        if not config.store and not config.worker_address:
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, "no worker to serve: give its address or a store", param="--worker-address")
         self._store = SqliteStore(Path(config.store)) if config.store else None
         table = await fetch_table(config.tokenizer_address)
         engine = Engine(config, SystemClock(), self.tracer, self.metrics, Leadership(self._store), table)
@@ -82,7 +90,7 @@ class SchedulerProcess:
         serve_metrics(self.metrics.registry, config.metrics_host, config.metrics_port)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(engine, config.shard), self.server.server)
         address = await listen(self.server, config.listen)
-        log.info("scheduler listens", address=address, fencing_token=self.config.store and "from store")
+        log.info("scheduler listens", address=address, fencing_token=engine.fencing_token)
         for worker in config.worker_address:
             self._link(worker)
         self._tasks = [
@@ -102,7 +110,7 @@ class SchedulerProcess:
             try:
                 entries = await asyncio.to_thread(store.list, "workers/")
                 known = {str(json.loads(entry.value)["address"]) for entry in entries} | set(self.config.worker_address)
-            except (StoreError, ValueError, KeyError) as error:
+            except (StoreError, ValueError, KeyError, TypeError) as error:
                 if str(error) != said:
                     log.warning("worker registry cannot be read; known workers stay", reason=str(error))
                     said = str(error)
@@ -120,7 +128,7 @@ class SchedulerProcess:
         stats = StatsLine(self.config.stats_interval)
         while self.engine is not None:
             self.engine.tick()
-            await self.server.set_ready(any(link.attached for link in self.links.values()))
+            await self.server.set_ready(not self.engine.draining and any(link.attached for link in self.links.values()))
             stats.tick(self.engine.state)
             await asyncio.sleep(0.5)
 
@@ -148,8 +156,8 @@ async def run(config: SchedulerConfig, instance: str, stop: asyncio.Event) -> in
     if start.done():
         try:
             start.result()
-        except (OSError, StoreError) as error:
-            log.error("scheduler cannot start", code=ErrorCode.INTERNAL.spec.code, reason=str(error))
+        except (OSError, StoreError, TokenloomError) as error:
+            log.error("scheduler cannot start", reason=str(error), flag=getattr(error, "param", None))
             stopping.cancel()
             return 1
         await stopping

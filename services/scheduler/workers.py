@@ -23,6 +23,8 @@ HEARTBEAT_TIMEOUT = 10.0
 # Seconds that a worker may take to finish its running batch and answer an attach.
 ATTACH_TIMEOUT = 60.0
 _BACKOFF_FIRST, _BACKOFF_MOST = 0.1, 2.0
+# Ends of a stream that say nothing against the batch that was running.
+_PEACEFUL = frozenset({ErrorCode.DRAINING, ErrorCode.STALE_FENCING_TOKEN, ErrorCode.SESSION_LOST})
 
 log = get_logger(__name__)
 
@@ -43,7 +45,7 @@ class LinkOwner(Protocol):
         """The stream of an attached worker is gone; `crashed`: not because the worker drains."""
 
     def worker_answered(self, link: WorkerLink, result: worker_pb2.StepResult) -> None:
-        """A batch's outcome has arrived."""
+        """A batch's outcome has arrived. Raises LostWorker when the answer shows that the worker must be attached anew."""
 
 
 class LostWorker(Exception):
@@ -88,7 +90,7 @@ class WorkerLink:
                 error = await self._stream_error(channel)
                 was_attached, self.attached = self.attached, False
                 if was_attached:
-                    self.owner.worker_lost(self, crashed=error.code is not ErrorCode.DRAINING)
+                    self.owner.worker_lost(self, crashed=error.code not in _PEACEFUL)
                     backoff, said = _BACKOFF_FIRST, ""
                 if error.message != said:
                     event = "worker stream ended" if was_attached else "worker cannot be attached"
@@ -110,7 +112,10 @@ class WorkerLink:
             if reason.code is ErrorCode.STALE_FENCING_TOKEN:
                 self.owner.token_refused()
             return reason
-        return TokenloomError(ErrorCode.UNAVAILABLE, "the worker ended the stream")
+        except Exception as error:  # a bug here or nonsense from there must not leave the group attached to a dead link
+            log.exception("worker stream broke", worker=self.address)
+            return TokenloomError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+        raise AssertionError("a stream ends by an exception")
 
     async def _stream(self, stub: Any) -> None:
         call = stub.Run()
@@ -122,6 +127,9 @@ class WorkerLink:
             answer = await self._read(call, ATTACH_TIMEOUT)
             if not answer.HasField("attached") or answer.attached.epoch != epoch:
                 raise LostWorker("the worker's first answer is not the attach's")
+            if abs(answer.attached.protocol_version - PROTOCOL_VERSION) > 1:
+                version = answer.attached.protocol_version
+                raise TokenloomError(ErrorCode.PROTOCOL_VERSION, f"the worker speaks version {version}, this scheduler {PROTOCOL_VERSION}")
             self.outgoing = asyncio.Queue()
             self.owner.worker_attached(self, answer.attached)
             self.attached = True
@@ -139,12 +147,12 @@ class WorkerLink:
             message = await asyncio.wait_for(call.read(), timeout)
         except TimeoutError as error:
             raise LostWorker(f"the worker was silent for {timeout:.0f} s") from error
-        if not isinstance(message, worker_pb2.RunResponse):
-            await call.code()  # raises nothing; the status of a stream that ended
-            raise grpc.aio.AioRpcError(
-                await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-            )
-        return message
+        if isinstance(message, worker_pb2.RunResponse):
+            return message
+        code = await call.code()
+        if code is grpc.StatusCode.OK:
+            raise LostWorker("the worker ended the stream")
+        raise grpc.aio.AioRpcError(code, await call.initial_metadata(), await call.trailing_metadata(), await call.details())
 
     def _dispatch(self, message: worker_pb2.RunResponse, epoch: int) -> None:
         match message.WhichOneof("kind"):

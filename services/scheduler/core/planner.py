@@ -151,6 +151,7 @@ class _Draft:
             aside.append(request)
         for request in aside:
             self._state.queue.push(request)
+        self._state.mark_newcomers(self._now)
 
     def _candidates(self, aside: list[Request]) -> Iterator[Request]:
         """Waiting requests in the order in which they may be admitted."""

@@ -118,6 +118,7 @@ class SchedulerState:
         self.counters = Counters()
         self._deadlines: list[tuple[int, int, Request]] = []
         self._arrivals = 0
+        self._newcomers: list[Request] = []
 
     @property
     def running(self) -> int:
@@ -155,7 +156,15 @@ class SchedulerState:
         self.counters.admitted += 1
         if request.deadline_ns is not None:
             self._remember_deadline(request, request.deadline_ns)
+        self._newcomers.append(request)
         self.queue.push(request)
+
+    def mark_newcomers(self, now_ns: int) -> None:
+        """Those who came since the last call and whom nobody looked at, because one before them must wait, learn it."""
+        for request in self._newcomers:
+            if request.state is RequestState.WAITING and request.wait_reason is WaitReason.NEW:
+                request.wait(WaitReason.BEHIND, now_ns)
+        self._newcomers.clear()
 
     def _remember_deadline(self, request: Request, deadline_ns: int) -> None:
         if len(self._deadlines) > 2 * len(self.requests):  # most of them have ended; a far deadline must not keep them in memory

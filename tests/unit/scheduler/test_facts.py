@@ -1,0 +1,104 @@
+"""Which workers fit the mesh, and what their facts make of the limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from libs.errors import ErrorCode, TokenloomError
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.facts import check_fit, limits_of, model_facts
+from tokenloom.common.v1 import common_pb2
+from tokenloom.worker.v1 import worker_pb2
+
+
+def facts(**changes: Any) -> worker_pb2.WorkerFacts:
+    prints = {name: changes.pop(name) for name in ("model", "tokenizer", "numerics") if name in changes}
+    values: dict[str, Any] = {
+        "block_size": 16,
+        "num_blocks": 64,
+        "kv_dtype": "float32",
+        "max_model_len": 128,
+        "num_slots": 8,
+        "max_tokens_per_step": 256,
+        "vocab_size": 40,
+        "eos_token_ids": [0, 1],
+    }
+    fingerprints = common_pb2.Fingerprints(**{"model": "m", "tokenizer": "t", "numerics": "n", **prints})
+    return worker_pb2.WorkerFacts(fingerprints=fingerprints, **{**values, **changes})
+
+
+def check(worker: worker_pb2.WorkerFacts, mesh: worker_pb2.WorkerFacts | None = None, **config: Any) -> None:
+    check_fit("w1", worker, mesh or facts(), "t", SchedulerConfig(**config))
+
+
+def test_an_equal_worker_fits():
+    check(facts())
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"tokenizer": "other"}, "tokenizer fingerprint"),
+        ({"model": "other"}, "model fingerprint"),
+        ({"numerics": "other"}, "numerics"),
+        ({"kv_dtype": "float16"}, "KV dtype"),
+        ({"max_model_len": 64}, "max_model_len"),
+        ({"block_size": 32}, "block size"),
+    ],
+)
+def test_a_worker_that_differs_is_refused_by_name_with_both_values(change: dict[str, Any], what: str):
+    with pytest.raises(TokenloomError, match=rf"worker w1: its {what} is .+, the mesh has .+") as caught:
+        check(facts(**change))
+    assert caught.value.code is ErrorCode.FINGERPRINT_MISMATCH
+
+
+def test_even_the_first_worker_must_have_the_meshs_tokenizer():
+    other = facts(tokenizer="other")
+    with pytest.raises(TokenloomError, match="tokenizer fingerprint"):
+        check(other, other)
+
+
+def test_a_worker_that_cannot_hold_one_sequence_is_refused():
+    check(facts(num_blocks=8))
+    with pytest.raises(TokenloomError, match="7 blocks cannot hold a sequence of 128") as caught:
+        check(facts(num_blocks=7))
+    assert caught.value.code is ErrorCode.CANNOT_FIT
+
+
+def test_without_chunked_prefill_a_step_must_hold_a_whole_prompt():
+    small = facts(max_tokens_per_step=127)
+    check(small, small)
+    with pytest.raises(TokenloomError, match="without chunked prefill 128 are needed"):
+        check(small, small, enable_chunked_prefill=False)
+
+
+def test_a_second_worker_must_hold_the_steps_that_are_planned_for_the_first():
+    with pytest.raises(TokenloomError, match="hold 128 tokens, the mesh's have up to 256"):
+        check(facts(max_tokens_per_step=128))
+    check(facts(max_tokens_per_step=128), max_num_batched_tokens=128)
+
+
+def test_limits_are_the_smaller_of_configuration_and_worker():
+    config = SchedulerConfig(max_num_batched_tokens=100, max_num_seqs=64, max_queue=5)
+    limits = limits_of(config, facts())
+    assert (limits.max_tokens_per_step, limits.max_sequences, limits.max_requests, limits.max_model_len) == (100, 8, 5, 128)
+    assert limits_of(SchedulerConfig(max_num_batched_tokens=9999, max_num_seqs=3), facts()).max_tokens_per_step == 256
+    assert limits_of(SchedulerConfig(max_num_seqs=3), facts()).max_sequences == 3
+
+
+def test_without_chunked_prefill_the_budget_is_raised_to_the_context():
+    limits = limits_of(SchedulerConfig(max_num_batched_tokens=100, enable_chunked_prefill=False), facts())
+    assert (limits.max_tokens_per_step, limits.chunked_prefill) == (128, False)
+
+
+def test_switches_reach_the_limits():
+    limits = limits_of(SchedulerConfig(enable_prefix_caching=False), facts())
+    assert (limits.prefix_caching, limits.chunked_prefill) == (False, True)
+
+
+def test_gateways_are_told_what_they_need_of_the_model():
+    told = model_facts(facts(defaults=common_pb2.GenerationDefaults(temperature=0.5)))
+    assert (told.max_model_len, told.vocab_size, list(told.eos_token_ids)) == (128, 40, [0, 1])
+    assert (told.fingerprints.tokenizer, told.defaults.temperature) == ("t", 0.5)

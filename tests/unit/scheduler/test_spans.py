@@ -1,0 +1,145 @@
+"""Spans of one request: queue, prefill, decode; one after the other, with each event where it happened."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from libs.clock import ManualClock
+from libs.errors import ErrorCode, TokenloomError
+from libs.telemetry.tracing import TraceParent, Tracer
+from services.scheduler import spans
+from services.scheduler.core.plan import Effects
+from services.scheduler.core.request import CancelReason, Ending, Request, RequestEvent
+from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.stopping import FinishReason
+from services.scheduler.spans import RequestTrace
+from tests.support.core import add_group, make_state
+from tests.unit.scheduler.core.outcomes import step, submit
+
+PARENT = TraceParent(trace_id=0xABC, span_id=0xDEF, state="vendor=1")
+
+
+@pytest.fixture
+def state() -> SchedulerState:
+    return make_state()
+
+
+@pytest.fixture
+def group(state: SchedulerState) -> Group:
+    return add_group(state)
+
+
+def emitted(request: Request, trace: RequestTrace | None = None) -> Sequence[ReadableSpan]:
+    exporter = InMemorySpanExporter()
+    tracer = Tracer("scheduler", "s0", exporters=[exporter])
+    spans.emit(tracer, trace or RequestTrace(PARENT, "label"), request, ManualClock())
+    tracer.shutdown()
+    return exporter.get_finished_spans()
+
+
+def served(state: SchedulerState, group: Group) -> Request:
+    """Received at 100, dispatched at 1000 (32 of 40 tokens) and 2000, decoded at 3000 and 4000."""
+    request = submit(state, [1] * 40, max_tokens=3)
+    request.timeline.received_ns = 100
+    for now in (1000, 2000, 3000, 4000):
+        step(state, group, now)
+    return request
+
+
+def test_a_finished_request_has_three_consecutive_stages(state: SchedulerState, group: Group):
+    stages = emitted(served(state, group))
+    assert [span.name for span in stages] == ["queue", "prefill", "decode"]
+    assert [(span.start_time, span.end_time) for span in stages] == [(100, 1000), (1000, 2000), (2000, 4000)]
+    assert all(before.end_time == after.start_time for before, after in itertools.pairwise(stages))
+
+
+def test_the_stages_are_children_of_the_submits_context(state: SchedulerState, group: Group):
+    for span in emitted(served(state, group)):
+        assert span.parent is not None
+        assert (span.parent.span_id, span.parent.trace_id, span.parent.is_remote) == (0xDEF, 0xABC, True)
+        assert span.context is not None
+        assert span.context.trace_id == 0xABC
+
+
+def test_prefill_and_decode_have_the_ids_that_the_worker_was_told(state: SchedulerState, group: Group):
+    trace = RequestTrace(PARENT, "")
+    by_name = {span.name: span for span in emitted(served(state, group), trace)}
+    assert trace.wire.prefill.span_id == by_name["prefill"].context.span_id  # type: ignore[union-attr]
+    assert trace.wire.decode_span_id == by_name["decode"].context.span_id  # type: ignore[union-attr]
+    assert (trace.wire.prefill.trace_id, trace.wire.prefill.state) == (0xABC, "vendor=1")
+
+
+def test_each_chunk_is_an_event_of_the_prefill(state: SchedulerState, group: Group):
+    _, prefill, decode = emitted(served(state, group))
+    assert [(event.name, event.timestamp, dict(event.attributes or {})) for event in prefill.events] == [
+        ("chunk", 1000, {"tokenloom.tokens": 32})
+    ]
+    assert dict(prefill.attributes or {})["tokenloom.chunks"] == 2
+    # The second chunk was planned at the instant of the first token: the boundary belongs to what follows.
+    assert [event.timestamp for event in decode.events] == [2000]
+
+
+def test_every_event_is_in_exactly_one_stage(state: SchedulerState, group: Group):
+    request = served(state, group)
+    request.timeline.events[:] = [RequestEvent("waiting", at, "no_slot") for at in (100, 999, 1000, 1999, 2000, 3999, 4000, 5000)]
+    stages = emitted(request)
+    assert [[event.timestamp for event in span.events] for span in stages] == [[100, 999], [1000, 1999], [2000, 3999, 4000, 5000]]
+
+
+def test_why_it_waited_is_said_at_the_queue(state: SchedulerState, group: Group):
+    request = served(state, group)
+    request.timeline.events.insert(0, RequestEvent("waiting", 200, "no_slot"))
+    queue = emitted(request)[0]
+    assert dict(queue.attributes or {})["tokenloom.wait_reason"] == "no_slot"
+    assert [dict(event.attributes or {}) for event in queue.events] == [{"tokenloom.reason": "no_slot"}]
+
+
+def test_a_preemption_is_an_event_of_the_decode(state: SchedulerState, group: Group):
+    request = submit(state, [1] * 4, max_tokens=3)
+    request.timeline.received_ns = 100
+    step(state, group, 1000)
+    state.requeue(request, "preempted", 1500)
+    step(state, group, 2000)
+    step(state, group, 3000)
+    decode = emitted(request)[-1]
+    assert [event.name for event in decode.events if event.name != "chunk"] == ["preempted", "resumed"]
+    attributes = dict(decode.attributes or {})
+    assert (attributes["tokenloom.preemptions"], attributes["tokenloom.output_tokens"]) == (1, 3)
+    assert attributes["tokenloom.finish_reason"] == "length"
+
+
+def test_one_cancelled_while_waiting_has_a_queue_stage_only(state: SchedulerState):
+    request = submit(state, [1])
+    request.timeline.received_ns = 100
+    state.cancel(request.key, CancelReason.CLIENT_DISCONNECTED, 700)
+    stages = emitted(request)
+    assert [(span.name, span.start_time, span.end_time) for span in stages] == [("queue", 100, 700)]
+
+
+def test_one_cancelled_during_prefill_has_no_decode(state: SchedulerState, group: Group):
+    request = submit(state, [1] * 60)
+    request.timeline.received_ns = 100
+    step(state, group, 1000)
+    state.cancel(request.key, CancelReason.CLIENT_DISCONNECTED, 1700)
+    assert [(span.name, span.end_time) for span in emitted(request)] == [("queue", 1000), ("prefill", 1700)]
+
+
+def test_a_failure_marks_the_last_stage_only(state: SchedulerState, group: Group):
+    request = submit(state, [1] * 60)
+    step(state, group, 1000)
+    error = TokenloomError(ErrorCode.STEP_FAILED, "the worker failed")
+    state.finish(request, Ending(FinishReason.FAILED, error=error), 2000, Effects())
+    stages = emitted(request)
+    assert [span.status.status_code for span in stages] == [StatusCode.UNSET, StatusCode.ERROR]
+    assert stages[-1].status.description == "the worker failed"
+
+
+def test_an_unsampled_trace_gives_no_spans(state: SchedulerState, group: Group):
+    unsampled = RequestTrace(TraceParent(1, 2, sampled=False), "")
+    assert emitted(served(state, group), unsampled) == ()
