@@ -1,0 +1,103 @@
+"""Greedy tokens of the real model against transformers in float32, built from the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig as HfConfig
+from transformers import LlamaForCausalLM
+
+from libs.models.directory import ModelDirectory
+from services.worker import weights
+from services.worker.engine import Engine
+from tests.unit.worker.helpers import Driver, batch, load_engine, opening
+
+pytestmark = pytest.mark.model
+
+STEPS = 24
+# Where the two best logits of the reference lie closer than this, either may come first: then both go on from the reference's token.
+CLOSE = 5e-4
+TEXTS = [
+    "Hi",
+    "The capital of France is",
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233,",
+    "Die Donaudampfschifffahrt war im 19. Jahrhundert",
+    "東京は日本の首都で、",
+    "The weather today is 🌤️ and tomorrow 🌧️, so",
+    "Once upon a time there was a loom. " * 40,
+]
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: Path) -> Engine:
+    return load_engine(model_dir, kv_cache_memory_bytes=512 << 20)
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> LlamaForCausalLM:
+    """transformers' model with the very weights that the worker reads (its own GGUF reader takes 18 s)."""
+    directory = ModelDirectory(model_dir)
+    theirs = LlamaForCausalLM(HfConfig.from_json_file(model_dir / "config.json")).eval()
+    source = weights.open_source(directory.weight_files(), directory.config)
+    state = {name: source.tensor(name) for name in theirs.state_dict() if name != "lm_head.weight"}
+    theirs.load_state_dict(state, strict=False, assign=True)
+    theirs.tie_weights()
+    return theirs
+
+
+@pytest.fixture(scope="module")
+def prompts(model_dir: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+
+
+@torch.inference_mode()
+def check(reference: LlamaForCausalLM, prompt: list[int], outputs: list[int]) -> int:
+    """Asserts that `outputs` are the reference's greedy tokens, teacher-forced; returns how many were too close to call."""
+    logits = reference(torch.tensor([prompt + outputs[:-1]])).logits[0, len(prompt) - 1 :]
+    best = logits.topk(2).values
+    close = 0
+    for position, token in enumerate(outputs):
+        if int(logits[position].argmax()) != token:
+            assert float(best[position, 0] - logits[position, token]) < CLOSE, f"position {position}: {token}"
+            close += 1
+    return close
+
+
+def test_prompts_together_give_the_references_tokens(engine: Engine, reference: LlamaForCausalLM, prompts: list[list[int]]):
+    outputs = Driver(engine, seed=1).generate(dict(enumerate(prompts)), STEPS)
+    close = [check(reference, prompt, outputs[index]) for index, prompt in enumerate(prompts)]
+    print(f"{sum(close)} of {len(prompts) * STEPS} tokens were within {CLOSE} of the reference's best")
+
+
+def test_alone_and_in_chunks_the_tokens_are_the_same(engine: Engine, prompts: list[list[int]]):
+    together = Driver(engine, seed=2).generate(dict(enumerate(prompts)), STEPS)
+    chunked = Driver(engine, seed=3).generate(dict(enumerate(prompts)), STEPS, chunk=48)
+    assert chunked == together
+    for index in (0, 4, 8):
+        assert Driver(engine, seed=4).generate({0: prompts[index]}, STEPS)[0] == together[index]
+
+
+def test_a_prefix_in_the_cache_changes_nothing(engine: Engine, prompts: list[list[int]]):
+    """The second sequence starts in the first one's full blocks and computes only its tail."""
+    prompt = prompts[8][:100]
+    driver = Driver(engine, seed=5)
+    first = driver.step([(0, 100, True)], [opening(0, prompt)])[0]
+    owner = driver.slots[0]
+    assert owner is not None
+    shared = owner.blocks[:6].tolist()
+    driver._held[1] = 6
+    staged = opening(1, prompt, blocks=shared, computed=96)
+    driver.slots.commit(driver.slots.stage(batch(opens=[staged])), {})
+    assert driver.step([(1, 4, True)])[1] == first
+
+
+def test_greedy_text_is_sensible(engine: Engine, model_dir: Path, prompts: list[list[int]]):
+    outputs = Driver(engine).generate({0: prompts[2]}, 8)[0]
+    assert "Paris" in Tokenizer.from_file(str(model_dir / "tokenizer.json")).decode(np.asarray(outputs).tolist())
