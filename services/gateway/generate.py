@@ -81,9 +81,8 @@ class Generation:
     async def prepare(self) -> None:
         """Admits the request and encodes its prompts.
 
-        Raises TokenloomError: not ready, over the window, what the tokenizer refuses, a context that is too small, an interruption.
+        Raises TokenloomError: over the window, what the tokenizer refuses, a context that is too small, an interruption.
         """
-        self._mesh.require_ready()
         facts = self._facts()
         self._refuse_unsafe_stops()
         expected = self._wanted.sampling.max_tokens or facts.defaults.max_new_tokens or facts.max_model_len

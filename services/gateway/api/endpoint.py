@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.logs import get_logger
 from libs.telemetry.tracing import TraceParent
-from services.gateway import sse
+from services.gateway.api import sse
 from services.gateway.api.errors import error_body, error_headers, error_struct
 from services.gateway.api.writers import Finished, Writer
 from services.gateway.connection import ClientGone, Connection, Headers, SlowReader

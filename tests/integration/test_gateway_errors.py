@@ -1,0 +1,386 @@
+"""Every fault gets its own answer in OpenAI's shape, and none is a 500 that a client could cause."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import pytest_asyncio
+
+from libs.errors import ErrorCode, TokenloomError
+from libs.packing import unpack_ids
+from tests.support.gateway_fakes import (
+    CANCELLED,
+    DEADLINE,
+    FAILED,
+    FakeScheduler,
+    FakeTokenizer,
+    ids_of,
+    say,
+)
+from tests.support.gateway_process import running_gateway, until
+from tokenloom.common.v1 import common_pb2
+
+
+@pytest.fixture
+async def gateway(tmp_path):
+    async with running_gateway(tmp_path) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory):
+    """One gateway for all cases that must leave no trace."""
+    async with running_gateway(tmp_path_factory.mktemp("shared")) as running:
+        yield running
+
+
+together = pytest.mark.asyncio(loop_scope="module")
+
+
+BAD_CHATS = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 10**400}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 101}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": 2**200}, "seed"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    ({"min_tokens": 505}, "min_tokens"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["ok", ""]}, "stop[1]"),
+    ({"stop": ["x"] * 65}, "stop"),
+    ({"stop": "x" * 1025}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop_token_ids": [257]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [0] * 1025}, "stop_token_ids"),
+    ({"timeout": 0}, "timeout"),
+    ({"timeout": -3}, "timeout"),
+    ({"timeout": 1e9}, "timeout"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"user": 5}, "user"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_CHATS)
+@together
+async def test_a_wrong_chat_is_a_400_that_names_the_parameter(shared, fields, param):
+    body = fields if "messages" in fields or not fields else {"messages": [{"role": "user", "content": "hi"}], **fields}
+    response = await shared.client.post("/v1/chat/completions", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert error["message"]
+    assert shared.scheduler.submitted.empty()
+
+
+BAD_PROMPTS = [
+    (None, "prompt"),
+    ([], "prompt"),
+    ([[]], "prompt[0]"),
+    ([1, "a"], "prompt[1]"),
+    (["a", 1], "prompt[1]"),
+    ([[1], "a"], "prompt[1]"),
+    ([True], "prompt[0]"),
+    ([-1], "prompt[0]"),
+    ([2**32], "prompt[0]"),
+    ([1.5], "prompt[0]"),
+    ({"text": "a"}, "prompt"),
+    (["a"] * 257, "prompt"),
+    ("", "prompt"),
+    (["a", ""], "prompt[1]"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "param"), BAD_PROMPTS)
+@together
+async def test_a_wrong_prompt_is_a_400_that_names_it(shared, prompt, param):
+    response = await shared.complete(prompt)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    await shared.until_idle()
+
+
+NOT_BUILT = [
+    ("n", 2),
+    ("best_of", 3),
+    ("logprobs", True),
+    ("top_logprobs", 2),
+    ("prompt_logprobs", 0),
+    ("echo", True),
+    ("suffix", "x"),
+    ("logit_bias", {"5": 1}),
+    ("presence_penalty", 0.5),
+    ("frequency_penalty", -1),
+    ("repetition_penalty", 1.1),
+    ("response_format", {"type": "json_object"}),
+    ("tools", [{"type": "function"}]),
+    ("tool_choice", "required"),
+    ("guided_json", {}),
+    ("structured_outputs", {"regex": "a"}),
+    ("priority", 1),
+    ("cache_salt", "s"),
+    ("bad_words", ["x"]),
+    ("modalities", ["text", "audio"]),
+    ("audio", {"voice": "x"}),
+    ("use_beam_search", True),
+    ("skip_special_tokens", False),
+    ("include_stop_str_in_output", True),
+    ("add_special_tokens", True),
+    ("truncate_prompt_tokens", 5),
+    ("lora_request", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_BUILT)
+@together
+async def test_what_is_not_built_is_a_400_that_says_so(shared, name, value):
+    response = await shared.chat("hi", **{name: value})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, name, "unsupported")
+    assert "not supported" in error["message"]
+
+
+async def test_what_asks_for_nothing_is_accepted(gateway):
+    """The fields that `vllm bench serve` and common clients always send."""
+    response = await gateway.complete(
+        "hi",
+        model="tiny",
+        temperature=0,
+        repetition_penalty=1.0,
+        presence_penalty=0,
+        max_tokens=4,
+        logprobs=None,
+        best_of=1,
+        n=1,
+        ignore_eos=True,
+        echo=False,
+        suffix="",
+        logit_bias={},
+        add_special_tokens=True,
+    )
+    assert response.status_code == 200, response.text
+    response = await gateway.chat("hi", tools=[], tool_choice="auto", response_format={"type": "text"}, store=True, metadata={"a": "b"})
+    assert response.status_code == 200, response.text
+
+
+async def test_unknown_fields_are_ignored_with_a_warning_that_names_them(gateway, caplog, monkeypatch):
+    warned = []
+    monkeypatch.setattr("services.gateway.api.decode._log.warning", lambda _event, **fields: warned.append(fields))
+    assert (await gateway.chat("hi", frobnicate=1, wibble=None)).status_code == 200
+    assert warned == [{"fields": ["frobnicate", "wibble"], "count": 2}]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b'{"a": "\xff"}',
+        b'{"a": "\\ud800"}',
+        b'{"a": "\xed\xa0\x80"}',
+        b"[" * 50_000,
+        b'{"messages":' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        b"\xef\xbb\xbf{}",
+        b"\x00",
+    ],
+)
+@together
+async def test_bytes_that_are_no_json_are_a_400(shared, body):
+    response = await shared.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "malformed_json")
+
+
+@pytest.mark.parametrize("body", [b"[]", b"3", b"null", b'"text"', b"true", b'{"a": 1e999}'])
+@together
+async def test_json_that_is_no_request_is_a_400(shared, body):
+    response = await shared.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
+@together
+async def test_another_content_type_is_a_415(shared, kind):
+    response = await shared.client.post("/v1/chat/completions", content=b"{}", headers={"content-type": kind})
+    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+async def test_a_charset_beside_the_content_type_is_fine(gateway):
+    content = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    assert (await gateway.client.post("/v1/chat/completions", content=content, headers=headers)).status_code == 200
+
+
+async def test_a_body_that_is_too_large_is_a_413_whether_its_length_is_told_or_not(tmp_path):
+    async with running_gateway(tmp_path, max_body_bytes=2000) as gateway:
+        headers = {"content-type": "application/json"}
+        told = await gateway.client.post("/v1/chat/completions", content=b"x" * 3_000_000, headers=headers)
+
+        async def parts():
+            for _ in range(300):
+                yield b"x" * 10_000
+
+        chunked = await gateway.client.post("/v1/chat/completions", content=parts(), headers=headers)
+        for response in (told, chunked):
+            assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+            assert "2000 bytes" in response.json()["error"]["message"]
+
+
+async def test_an_unknown_model_is_a_404(gateway):
+    response = await gateway.chat("hi", model="other")
+    assert (response.status_code, response.json()["error"]["code"], response.json()["error"]["param"]) == (404, "model_not_found", "model")
+
+
+async def test_a_prompt_over_the_context_is_a_400_with_both_numbers(gateway):
+    response = await gateway.complete("x" * 600)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "prompt_too_long", "prompt")
+    assert "600" in error["message"]
+    assert "512" in error["message"]
+
+
+async def test_prompt_and_max_tokens_over_the_context_are_a_400_with_all_numbers(gateway):
+    error = (await gateway.complete("x" * 500, max_tokens=20)).json()["error"]
+    assert error["code"] == "prompt_too_long"
+    assert all(number in error["message"] for number in ("512", "520", "500", "20"))
+    assert (await gateway.complete("x" * 500, max_tokens=12)).status_code == 200
+    await gateway.until_idle()
+
+
+async def test_a_prompt_that_fills_the_context_leaves_no_room(gateway):
+    error = (await gateway.chat("x" * (512 - len("user:\n")))).json()["error"]
+    assert error["code"] == "prompt_too_long"
+
+
+async def test_what_the_template_refuses_is_a_400_on_messages(tmp_path):
+    tokenizer = FakeTokenizer()
+    tokenizer.failure = TokenloomError(ErrorCode.TEMPLATE_ERROR, "roles must alternate")
+    async with running_gateway(tmp_path, tokenizer=tokenizer) as gateway:
+        response = await gateway.chat()
+        assert response.status_code == 400
+        assert response.json()["error"] == {
+            "message": "roles must alternate",
+            "type": "invalid_request_error",
+            "param": "messages",
+            "code": "template_error",
+        }
+
+
+async def test_stop_strings_are_refused_where_the_tokens_text_is_not_certain(tmp_path):
+    async with running_gateway(tmp_path, tokenizer=FakeTokenizer(verified=False)) as gateway:
+        response = await gateway.chat(stop="x")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "stop")
+        assert (await gateway.chat()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "retry_after"),
+    [
+        (ErrorCode.QUEUE_FULL, 429, "3"),
+        (ErrorCode.NO_WORKER, 503, "3"),
+        (ErrorCode.DRAINING, 503, "3"),
+        (ErrorCode.CANNOT_FIT, 400, None),
+        (ErrorCode.NON_FINITE, 500, None),
+        (ErrorCode.DEAD_END, 422, None),
+    ],
+)
+async def test_what_the_scheduler_refuses_keeps_its_code(tmp_path, code, status, retry_after):
+    error = TokenloomError(code, "because", retry_after_ms=2500 if retry_after else None)
+    behaviour = say("", reason=FAILED, error=error.to_proto(), was_accepted=False)
+    async with running_gateway(tmp_path, FakeScheduler(behaviour)) as gateway:
+        for stream in (False, True):
+            response = await gateway.chat(stream=stream)
+            assert (response.status_code, response.json()["error"]["message"]) == (status, "because")
+            assert response.json()["error"]["code"] == code.spec.label
+            assert response.headers.get("retry-after") == retry_after
+        await gateway.until_idle()
+
+
+async def test_over_the_window_is_a_429_before_any_tokenization(gateway):
+    gateway.scheduler.behaviour = say("x")
+    gateway.scheduler.set_window(max_outstanding=1, max_outstanding_tokens=10_000, ready=True)
+    await until(lambda: gateway.mesh.session.window.max_outstanding == 1)
+    response = await gateway.complete(["a", "b"])
+    assert (response.status_code, response.json()["error"]["code"], response.headers["retry-after"]) == (429, "over_window", "1")
+    assert gateway.tokenizer.calls == []
+
+
+async def test_a_scheduler_that_is_not_ready_is_a_503_with_its_reason(gateway):
+    gateway.scheduler.set_window(ready=False, not_ready_reason="no worker is attached")
+    await until(lambda: not gateway.mesh.session.window.ready)
+    response = await gateway.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_worker")
+    assert "no worker is attached" in response.json()["error"]["message"]
+    assert response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("reason", "cancel_reason", "status", "code"),
+    [
+        (DEADLINE, 0, 504, "deadline_exceeded"),
+        (CANCELLED, common_pb2.CANCEL_REASON_TIMEOUT, 504, "deadline_exceeded"),
+    ],
+)
+async def test_a_deadline_before_the_first_byte_is_a_504(tmp_path, reason, cancel_reason, status, code):
+    async with running_gateway(tmp_path, FakeScheduler(say("", reason=reason, cancel_reason=cancel_reason))) as gateway:
+        response = await gateway.chat(stream=False)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+async def test_paths_and_methods_that_do_not_exist_are_answered_in_openais_shape(gateway):
+    missing = await gateway.client.get("/v1/nothing")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    wrong = await gateway.client.get("/v1/chat/completions")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+
+
+async def test_one_failing_prompt_fails_the_request_and_cancels_its_siblings(tmp_path):
+    async def behaviour(session, submit):
+        if unpack_ids(submit.prompt_ids) == ids_of("bad"):
+            error = TokenloomError(ErrorCode.NON_FINITE, "not finite").to_proto()
+            session.emit(submit.id, [], ending=session.ending(submit.id, FAILED, error=error))
+
+    async with running_gateway(tmp_path, FakeScheduler(behaviour)) as gateway:
+        response = await gateway.complete(["good", "bad"])
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "non_finite")
+        cancel = await gateway.scheduler.cancels.get()
+        assert cancel.reason == common_pb2.CANCEL_REASON_SIBLING_FAILED
+        await gateway.until_idle()
+
+
+async def test_a_fault_of_the_gateway_is_a_500_without_a_traceback(gateway, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("services.gateway.generate.Generation.submit", broken)
+    response = await gateway.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
+    assert "secret" not in response.text
+    assert "Traceback" not in response.text
+    await gateway.until_idle()
