@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import pytest_asyncio
 
 from libs.packing import unpack_ids
 from tests.support.gateway_fakes import (
@@ -23,16 +22,6 @@ from tokenloom.common.v1 import common_pb2
 async def gateway(tmp_path):
     async with running_gateway(tmp_path) as running:
         yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory):
-    """One gateway for all cases that must leave no trace."""
-    async with running_gateway(tmp_path_factory.mktemp("shared")) as running:
-        yield running
-
-
-together = pytest.mark.asyncio(loop_scope="module")
 
 
 async def submitted(gateway: Gateway):

@@ -61,6 +61,7 @@ class Gateway:
     async def until_idle(self) -> None:
         """Waits until no request is open and nothing is outstanding."""
         await until(lambda: not self.mesh.open and not self.mesh.admission.sequences)
+        assert self.mesh.admission.tokens == 0
 
 
 async def until(condition, timeout: float = 5.0) -> None:

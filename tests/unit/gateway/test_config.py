@@ -1,0 +1,40 @@
+"""The gateway's flags."""
+
+from __future__ import annotations
+
+import pytest
+
+from libs.config import parse, to_args
+from services.gateway.config import GatewayConfig
+
+
+def test_names_and_keys_may_be_repeated():
+    config = parse(
+        GatewayConfig,
+        ["--served-model-name=a", "--served-model-name=b", "--api-key=k", "--port=9", "--tokenizer-address=unix:/x", "--allow-credentials"],
+        prog="gateway",
+    )
+    assert (config.model_names, config.api_key, config.port, config.tokenizer_address) == (["a", "b"], ["k"], 9, ["unix:/x"])
+    assert config.allow_credentials
+
+
+def test_without_a_name_there_is_one():
+    assert GatewayConfig().model_names == ["default"]
+
+
+def test_flags_survive_being_handed_to_a_child_process():
+    config = GatewayConfig(port=0, served_model_name=["a b"], api_key=["-x"], request_timeout=1.5, uds="/tmp/x")
+    args = to_args(config, list(GatewayConfig.model_fields))
+    assert parse(GatewayConfig, args, prog="gateway").model_dump() == config.model_dump()
+
+
+@pytest.mark.parametrize(
+    "flag", ["--port=70000", "--max-body-bytes=10", "--slow-reader-timeout=0", "--drain-timeout=-1", "--no-such-flag=1"]
+)
+def test_values_out_of_range_and_unknown_flags_end_the_process(flag):
+    with pytest.raises(SystemExit):
+        parse(GatewayConfig, [flag], prog="gateway")
+
+
+def test_every_field_says_what_it_is():
+    assert all(field.description for field in GatewayConfig.model_fields.values())
