@@ -19,6 +19,7 @@ from tests.support.gateway_fakes import (
     say,
 )
 from tests.support.gateway_process import running_gateway, until
+from tests.support.raw_http import RawClient
 from tokenloom.common.v1 import common_pb2
 
 
@@ -384,3 +385,40 @@ async def test_a_fault_of_the_gateway_is_a_500_without_a_traceback(gateway, monk
     assert "secret" not in response.text
     assert "Traceback" not in response.text
     await gateway.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/models/%00%ff%2e%2e", 404),
+        ("GET", "/v1/models/" + "x" * 5000, 404),
+        ("GET", "//v1/models", 404),
+        ("GET", "/v1/../metrics/", 404),
+        ("GET", "/%F0%9F%99%82?q=%ff", 404),
+        ("POST", "/v1/models", 405),
+        ("DELETE", "/health", 405),
+        ("BREW", "/v1/completions", 400),
+        ("HEAD", "/health", 200),
+    ],
+)
+@together
+async def test_odd_paths_and_methods_are_the_clients_fault(shared, method, path, status):
+    async with RawClient(shared.port) as client:
+        await client.send(f"{method} {path} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n".encode())
+        assert (await client.read_to_end()).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x_request_id": "é" * 10},
+        {"traceparent": "00-" + "x" * 60000},
+        {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "tracestate": "=,=;é" * 5000},
+        {"authorization": "Bearer é"},
+    ],
+)
+@together
+async def test_odd_headers_change_nothing(shared, headers):
+    async with RawClient(shared.port) as client:
+        await client.post("/v1/completions", {"prompt": "a"}, **headers, connection="close")
+        assert (await client.read_to_end()).startswith(b"HTTP/1.1 200 ")

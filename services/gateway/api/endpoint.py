@@ -28,6 +28,8 @@ from services.gateway.tickets import CancelReason
 from services.gateway.wanted import Wanted
 
 _MAX_REQUEST_ID = 128
+# Characters; what the W3C recommendation asks everybody to carry.
+_MAX_TRACESTATE = 512
 _REQUEST_ID_CHARS = frozenset(string.ascii_letters + string.digits + "-_.:/+=@")
 
 _log = get_logger("gateway.api")
@@ -193,7 +195,8 @@ def _new_record(mesh: Mesh, api: Api, connection: Connection) -> RequestRecord:
     request_id = connection.header(b"x-request-id")
     if not request_id or len(request_id) > _MAX_REQUEST_ID or not _REQUEST_ID_CHARS.issuperset(request_id):
         request_id = uuid.uuid4().hex
-    parent = TraceParent.parse(connection.header(b"traceparent"), connection.header(b"tracestate"))
+    state = connection.header(b"tracestate")
+    parent = TraceParent.parse(connection.header(b"traceparent"), state if len(state) <= _MAX_TRACESTATE else "")
     fresh = TraceParent.new(sampled=mesh.tracer.enabled)
     return RequestRecord(
         operation=api.operation,
