@@ -8,6 +8,7 @@ import sys
 from libs.config import parse
 from libs.process import run_service
 from libs.telemetry import logs
+from services.worker import openmp
 from services.worker.config import WorkerConfig
 from services.worker.service import serve
 
@@ -17,6 +18,7 @@ def main() -> int:
     config = parse(WorkerConfig, sys.argv[1:], prog="python -m services.worker")
     instance = config.instance or f"worker-{os.getpid()}"
     logs.configure("worker", instance, level=config.log_level, log_format=config.log_format)
+    logs.get_logger(__name__).debug("OpenMP", spin_count=openmp.SPIN_COUNT)
     return run_service(lambda stop: serve(config, instance, stop))
 
 

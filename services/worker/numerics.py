@@ -48,17 +48,19 @@ def choose_ops(config: WorkerConfig, heads: HeadShape, dtype: torch.dtype) -> tu
     except (BuildError, OSError) as error:
         if config.kernels == "cpu":
             raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels cannot be used: {error}") from error
-        _log.error("the C++ kernels cannot be used: attention falls back to the much slower reference", reason=str(error))
+        _log.error("the C++ kernels cannot be used: falling back to the slower reference", reason=str(error))
         return ReferenceOps(batch_invariant=config.batch_invariant), "reference"
-    return CpuOps(kernels, batch_invariant=config.batch_invariant), f"cpu-{kernels.variant}"
+    return CpuOps(kernels), f"cpu-{kernels.variant}"
 
 
 def identity(executor: str, dtype: torch.dtype, *, batch_invariant: bool) -> str:
     """The numerics fingerprint: equal between workers whose arithmetic is the same.
 
-    Products are MKL's or oneDNN's, whose kernels follow the CPU's instructions and differ between torch versions; the thread count does
-    not appear, because no sum is split among threads.
+    The C++ kernels' arithmetic follows from the instruction set alone. The reference's products are MKL's or oneDNN's, which differ
+    between CPUs and torch versions. The thread count does not appear, because no sum is split among threads.
     """
     name = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}[dtype]
+    if executor != "reference":
+        return f"{executor}/{name}/tp1"
     policy = "invariant" if batch_invariant else "by-batch"
     return f"{executor}/{name}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability().lower()}/{policy}/tp1"

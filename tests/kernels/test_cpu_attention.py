@@ -20,19 +20,6 @@ from services.worker.ops.reference import ReferenceOps
 BLOCK = 16
 
 
-@pytest.fixture(scope="session")
-def library() -> Path:
-    return ensure_library()
-
-
-@pytest.fixture(params=["avx512", "avx2", "generic"])
-def ops(request: pytest.FixtureRequest, library: Path) -> CpuOps:
-    try:
-        return CpuOps(CpuKernels(library, request.param))
-    except TokenloomError:
-        pytest.skip(f"this CPU has no {request.param}")
-
-
 @dataclass(frozen=True)
 class Case:
     queries: torch.Tensor

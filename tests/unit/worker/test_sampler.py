@@ -120,7 +120,7 @@ def test_draws_follow_the_distribution():
 
 
 def test_min_p_comes_before_top_p():
-    """After min_p only the first two are left (0.5 and 0.3), and 0.6 of their sum lies within the first alone; of the whole it would not."""
+    """After min_p only the first two are left (0.5 and 0.3), and 0.6 of their sum lies within the first alone, unlike of the whole."""
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.1, 0.1]])).repeat(500, 1)
     tokens = sample(logits, rows(500, min_p=0.5, top_p=0.6), 4).tokens
     assert set(tokens.tolist()) == {0}

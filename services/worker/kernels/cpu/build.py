@@ -69,7 +69,7 @@ def ensure_library(cache: Path | None = None) -> Path:
 def _build(folder: Path, compiler: str, runtime: Path | None, variants: dict[str, tuple[str, ...]]) -> None:
     units: list[tuple[str, str, tuple[str, ...]]] = [("dispatch", "dispatch.o", ())]
     for isa, flags in {**variants, "generic": ()}.items():
-        units.append(("attention", f"attention_{isa}.o", (*flags, f"-DTOKENLOOM_ISA={isa}")))
+        units.append(("variant", f"variant_{isa}.o", (*flags, f"-DTOKENLOOM_ISA={isa}")))
     with ThreadPoolExecutor(len(units)) as pool:
         commands = [[compiler, *_FLAGS, *flags, "-c", str(_SOURCES / f"{name}.cpp"), "-o", str(folder / out)] for name, out, flags in units]
         list(pool.map(_run, commands))

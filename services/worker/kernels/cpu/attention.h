@@ -1,4 +1,4 @@
-// Paged causal attention over a ragged batch, float32. Compiled once per instruction set (TOKENLOOM_ISA names it); dispatch.cpp chooses.
+// Paged causal attention over a ragged batch.
 //
 // A task is one KV head of a tile of one row's query tokens: up to kTileRows (token, query head) pairs, which read the same keys and values.
 // Tasks are shared out over the OpenMP team that torch already keeps (the library is linked to torch's own runtime: a second one would fight
@@ -11,57 +11,34 @@
 // A query's result depends on its own sequence alone: sums follow dimensions and positions one by one, maxima and rescaling go by blocks of 16
 // positions, and what a tile adds beyond a query's own position is an exact zero.
 
-#include "kernels.h"
+#pragma once
+
+#include "lanes.h"
 
 namespace {
 
 using tokenloom::kBlock;
 using tokenloom::kMaxHeadDim;
-
 using tokenloom::kTileRows;
+
 #if defined(__AVX512F__)
 constexpr int kRegisterRows = 8;
 #else
 constexpr int kRegisterRows = 4;
 #endif
 
-typedef float Lanes __attribute__((vector_size(64)));
-typedef float UnalignedLanes __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t IntLanes __attribute__((vector_size(64)));
-
 constexpr float kMasked = -3.0e38f;
-const Lanes kOne = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
-const IntLanes kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-// e to the power of x for x <= 0: exactly 1 at 0, 0 below -87, elsewhere within 2 units in the last place (the polynomial of Moshier's Cephes).
-inline __attribute__((always_inline)) void exp_in_place(Lanes *value) {
-    Lanes x = *value;
-    const IntLanes tiny = x < -87.0f * kOne;
-    x = tiny ? -87.0f * kOne : x;
-    const float magic = 12582912.0f;  // 1.5 * 2^23: a number added to it is rounded to an integer in its low bits
-    const Lanes shifted = x * 1.44269504088896341f + magic;
-    const Lanes n = shifted - magic;
-    const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = (p * r) * r + r + 1.0f;
-    const Lanes power = (Lanes)((((IntLanes)shifted - (IntLanes)(magic * kOne)) + 127) << 23);
-    *value = tiny ? 0.0f * kOne : p * power;
-}
 
 // c[i][0..15] (+)= sum over k of a[i][k] * b[k][0..15], for N rows at once, k in rising order.
 template <int N>
-inline __attribute__((always_inline)) void product(float *c, int c_stride, const float *a, int a_stride, const float *b, int b_stride, int depth, bool add) {
+TOKENLOOM_INLINE void product(float *c, int c_stride, const float *a, int a_stride, const float *b, int b_stride, int depth, bool add) {
     Lanes sums[N];
-    for (int i = 0; i < N; ++i) sums[i] = add ? *reinterpret_cast<const UnalignedLanes *>(c + i * c_stride) : 0.0f * kOne;
+    for (int i = 0; i < N; ++i) sums[i] = add ? TOKENLOOM_CONST_LANES(c + i * c_stride) : 0.0f * kOne;
     for (int k = 0; k < depth; ++k) {
-        const Lanes lanes = *reinterpret_cast<const UnalignedLanes *>(b + k * b_stride);
+        const Lanes lanes = TOKENLOOM_CONST_LANES(b + k * b_stride);
         for (int i = 0; i < N; ++i) sums[i] += a[i * a_stride + k] * lanes;
     }
-    for (int i = 0; i < N; ++i) *reinterpret_cast<UnalignedLanes *>(c + i * c_stride) = sums[i];
+    for (int i = 0; i < N; ++i) TOKENLOOM_LANES(c + i * c_stride) = sums[i];
 }
 
 inline void product_rows(int rows, float *c, int c_stride, const float *a, int a_stride, const float *b, int b_stride, int depth, bool add) {
@@ -94,9 +71,7 @@ inline void soften(Tile &tile, int row, int visible, float scale, int head_dim) 
     *weights = scores;
     Lanes change = (tile.maximum[row] - best) * kOne;
     exp_in_place(&change);
-    float total = 0.0f;
-    for (int lane = 0; lane < kBlock; ++lane) total += scores[lane];
-    tile.sum[row] = tile.sum[row] * change[0] + total;
+    tile.sum[row] = tile.sum[row] * change[0] + sum_of(&scores);
     tile.maximum[row] = best;
     if (change[0] == 1.0f) return;
     for (int d = 0; d < head_dim; d += kBlock) {
@@ -135,21 +110,18 @@ void run_tile(const tokenloom::Attention &args, Tile &tile, int row, int head, i
     }
 }
 
-}  // namespace
-
-#define TOKENLOOM_JOIN(a, b) a##b
-#define TOKENLOOM_NAME(isa) TOKENLOOM_JOIN(tokenloom_attention_, isa)
-
-extern "C" void TOKENLOOM_NAME(TOKENLOOM_ISA)(const tokenloom::Attention *args, const int32_t *tasks, int32_t count) {
-    const int step = kTileRows / (args->query_heads / args->kv_heads);
+void attention(const tokenloom::Attention &args, const int32_t *tasks, int32_t count) {
+    const int step = kTileRows / (args.query_heads / args.kv_heads);
 #pragma omp parallel
     {
         Tile tile;
 #pragma omp for schedule(dynamic)
         for (int32_t task = 0; task < count; ++task) {
             const int row = tasks[3 * task], head = tasks[3 * task + 1], first = tasks[3 * task + 2];
-            const int left = args->query_starts[row + 1] - args->query_starts[row] - first;
-            run_tile(*args, tile, row, head, first, left < step ? left : step);
+            const int left = args.query_starts[row + 1] - args.query_starts[row] - first;
+            run_tile(args, tile, row, head, first, left < step ? left : step);
         }
     }
 }
+
+}  // namespace
