@@ -7,7 +7,7 @@ which session a request came from, its trace, clocks and timers.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from libs.clock import Clock
 from libs.errors import ErrorCode, TokenloomError
@@ -20,16 +20,16 @@ from services.scheduler import convert, spans
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.convert import WireTrace
 from services.scheduler.core.apply import apply, lose_group
-from services.scheduler.core.pacing import StepPredictor
 from services.scheduler.core.plan import BatchOutcome, Effects, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy
-from services.scheduler.core.request import CancelReason, Ending, RequestKey, Residency, WaitReason
+from services.scheduler.core.request import CancelReason, Ending, RequestEvent, RequestKey, Residency, WaitReason
 from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import StopRules
 from services.scheduler.facts import check_fit, limits_of, model_facts
 from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.pace import Pace
 from services.scheduler.sessions import GatewaySession
 from services.scheduler.spans import RequestTrace
 from services.scheduler.workers import LostWorker, WorkerLink
@@ -47,22 +47,6 @@ class _Client:
     trace: RequestTrace | None
 
 
-@dataclass(slots=True)
-class _Pace:
-    """When the running batch of a group began (monotonic ns), the timer for the next plan, and cancels whose blocks still drain."""
-
-    link: WorkerLink
-    predictor: StepPredictor = field(default_factory=StepPredictor)
-    started_ns: int = 0
-    timer: asyncio.TimerHandle | None = None
-    freeing: list[tuple[int, int]] = field(default_factory=list)
-
-    def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-
-
 class Engine:
     """See the module. Created inside a running loop. `idle` is set while no request is live."""
 
@@ -75,7 +59,7 @@ class Engine:
         self.state: SchedulerState | None = None
         self._facts: worker_pb2.WorkerFacts | None = None
         self._rules: StopRules | None = None
-        self._paces: dict[str, _Pace] = {}
+        self._paces: dict[str, Pace] = {}
         self._sessions: dict[int, GatewaySession] = {}
         self._clients: dict[RequestKey, _Client] = {}
         self._kicked = False
@@ -111,7 +95,7 @@ class Engine:
             max_in_flight=max(1, facts.max_in_flight),
             distance=max(1, facts.feed_forward_distance),
         )
-        self._paces[link.name] = _Pace(link)
+        self._paces[link.name] = Pace(link)
         self._metrics.workers.set(len(self._paces))
         log.info("worker attached", worker=link.name, blocks=facts.num_blocks, slots=facts.num_slots, numerics=facts.fingerprints.numerics)
         for session in self._sessions.values():
@@ -155,28 +139,25 @@ class Engine:
             self._publish(effects)
             raise LostWorker(f"the worker refused step {head.number}, which has no predecessor")
         pace.started_ns = now
-        if outcome.outcome is BatchOutcome.OK:
-            pace.predictor.observe(head.tokens, len(head.rows), outcome.timings.total_us)
+        if outcome.outcome is BatchOutcome.OK and pace.observe(head, outcome.timings.total_us):
+            slow = RequestEvent("slow_step", now, f"{outcome.timings.total_us // 1000} ms", amount=head.tokens)
+            for row in head.rows:
+                row.request.timeline.note(slow)
         self._dispatch(group, pace)
         if outcome.error is not None:
             log.error("batch did not run", worker=link.name, step=outcome.number, error=outcome.error.message)
         self._account_step(group, pace, head, outcome.timings.idle_us, now)
         self._publish(effects)
 
-    def _account_step(self, group: Group, pace: _Pace, head: StepPlan, idle_us: int, now: int) -> None:
+    def _account_step(self, group: Group, pace: Pace, head: StepPlan, idle_us: int, now: int) -> None:
         metrics = self._metrics
         metrics.step_time.observe((now - head.planned_ns) / 1e9)
         metrics.step_tokens.observe(head.tokens)
         metrics.worker_idle.observe(idle_us / 1e6)
         ahead = group.in_flight[0].planned_ns if group.in_flight else now
         metrics.lead_time.observe(max(0, now - ahead) / 1e9)
-        still = []
-        for since, batch in pace.freeing:
-            if batch > head.number:
-                still.append((since, batch))
-            else:
-                metrics.cancel_to_free.observe((now - since) / 1e9)
-        pace.freeing = still
+        for since in pace.take_freed(head.number):
+            metrics.cancel_to_free.observe((now - since) / 1e9)
 
     # -- steps --------------------------------------------------------------------------------------------------------------------
 
@@ -193,7 +174,7 @@ class Engine:
                 self._dispatch(self.state.groups[name], pace)
         self._arm_deadline()
 
-    def _dispatch(self, group: Group, pace: _Pace) -> None:
+    def _dispatch(self, group: Group, pace: Pace) -> None:
         """Sends the next batch if its time has come: at once when the worker is idle, else shortly before the running one ends."""
         state = self.state
         if state is None:
@@ -211,13 +192,12 @@ class Engine:
             pace.link.send(convert.to_batch(step, self._wire_trace))
             self._metrics.plan_time.observe((self._clock.monotonic_ns() - now) / 1e9)
 
-    def _is_due(self, group: Group, pace: _Pace, now: int) -> bool:
+    def _is_due(self, group: Group, pace: Pace, now: int) -> bool:
         """Whether a batch may be sent behind the running one now; if that moment is foreseeable, a timer waits for it."""
-        head, margin_us = group.in_flight[0], self._config.dispatch_margin_ms * 1000
-        predicted_us = pace.predictor.predict_us(head.tokens, len(head.rows))
-        if predicted_us is None or not margin_us or len(group.in_flight) > 1:
+        margin_us = self._config.dispatch_margin_ms * 1000
+        wait_us = pace.wait_us(group.in_flight[0], margin_us, now)
+        if wait_us is None or not margin_us or len(group.in_flight) > 1:
             return False
-        wait_us = predicted_us - margin_us - (now - pace.started_ns) / 1000
         # The loop's timers have a resolution of a millisecond: less than half of one is now.
         if wait_us < 500:
             return True

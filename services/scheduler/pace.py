@@ -1,0 +1,47 @@
+"""The pace of one worker group: when its running batch began, when the next is due, and whose blocks still drain."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from services.scheduler.core.pacing import StepPredictor
+from services.scheduler.core.plan import StepPlan
+from services.scheduler.workers import WorkerLink
+
+# A step is slow, and says so in the traces of its requests, when it takes so many times what its class takes, and at least so long.
+_SLOW_FACTOR, _SLOW_LEAST_US = 3.0, 100_000
+
+
+@dataclass(slots=True)
+class Pace:
+    """`started_ns`: monotonic start of the running batch; `timer`: for the next plan; `freeing`: (cancel's instant, last batch) pairs."""
+
+    link: WorkerLink
+    predictor: StepPredictor = field(default_factory=StepPredictor)
+    started_ns: int = 0
+    timer: asyncio.TimerHandle | None = None
+    freeing: list[tuple[int, int]] = field(default_factory=list)
+
+    def stop_timer(self) -> None:
+        """Forgets the moment that was foreseen."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def wait_us(self, head: StepPlan, margin_us: float, now_ns: int) -> float | None:
+        """Microseconds until the batch behind the running `head` should be sent (negative: it is late); None: not foreseeable."""
+        predicted_us = self.predictor.predict_us(head.tokens, len(head.rows))
+        return None if predicted_us is None else predicted_us - margin_us - (now_ns - self.started_ns) / 1000
+
+    def observe(self, head: StepPlan, total_us: int) -> bool:
+        """Learns from a step that ran; whether it was slow for its class."""
+        predicted_us = self.predictor.predict_us(head.tokens, len(head.rows))
+        self.predictor.observe(head.tokens, len(head.rows), total_us)
+        return predicted_us is not None and total_us > max(_SLOW_LEAST_US, _SLOW_FACTOR * predicted_us)
+
+    def take_freed(self, batch: int) -> list[int]:
+        """Instants of the cancels whose blocks are free now that `batch` is over."""
+        freed = [since for since, last in self.freeing if last <= batch]
+        self.freeing = [(since, last) for since, last in self.freeing if last > batch]
+        return freed
