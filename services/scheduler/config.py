@@ -23,6 +23,9 @@ class SchedulerConfig(ServiceConfig):
     enable_prefix_caching: bool = Field(True, description="Reuse KV blocks of prompts that begin alike.")
     scheduling_policy: Literal["fcfs"] = Field("fcfs", description="Order of the waiting queue.")
     max_queue: int = Field(1024, ge=1, description="Most requests that may be live (waiting or running); beyond it a submit gets a 429.")
+    max_queue_tokens: int = Field(
+        0, ge=0, description="Most tokens (prompts plus max_tokens) that live requests may sum to; beyond it a 429. 0: no such bound."
+    )
     dispatch_margin_ms: float = Field(
         3.0, ge=0, description="Step N+1 is planned and sent when step N is predicted to end within this time. 0: only after N's result."
     )

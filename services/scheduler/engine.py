@@ -230,6 +230,8 @@ class Engine:
         self._metrics.sessions.set(len(self._sessions))
         for key in sorted(session.keys):
             self._cancel(key, CancelReason.SESSION_LOST)
+        for other in self._sessions.values():
+            self._touch(other)
         log.info("gateway session closed", gateway=session.name)
 
     def _welcome(self) -> scheduler_pb2.Welcome:
@@ -241,11 +243,11 @@ class Engine:
         )
 
     def window(self, session: GatewaySession) -> scheduler_pb2.Window:
-        """See SessionOwner: an equal share of what may be live, at least 1."""
-        reason = self._not_ready()
-        share = max(1, self._config.max_queue // max(1, len(self._sessions)))
-        length = self._facts.max_model_len if self._facts else 0
-        return scheduler_pb2.Window(max_outstanding=share, max_outstanding_tokens=share * length, ready=not reason, not_ready_reason=reason)
+        """See SessionOwner: an equal share of what may be live, at least one sequence of full length."""
+        reason, config, sessions = self._not_ready(), self._config, max(1, len(self._sessions))
+        share, length = max(1, config.max_queue // sessions), self._facts.max_model_len if self._facts else 0
+        tokens = max(length, config.max_queue_tokens // sessions) if config.max_queue_tokens else share * length
+        return scheduler_pb2.Window(max_outstanding=share, max_outstanding_tokens=tokens, ready=not reason, not_ready_reason=reason)
 
     def _not_ready(self) -> str:
         if self._draining:

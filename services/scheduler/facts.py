@@ -50,6 +50,7 @@ def limits_of(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> Limits:
         max_tokens_per_step=budget,
         max_sequences=min(config.max_num_seqs, facts.num_slots),
         max_requests=config.max_queue,
+        max_live_tokens=config.max_queue_tokens,
         max_model_len=facts.max_model_len,
         chunked_prefill=config.enable_chunked_prefill,
         prefix_caching=config.enable_prefix_caching,

@@ -172,6 +172,11 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
+    def most_tokens(self) -> int:
+        """Upper bound of `known`: prompt plus the most output it may have."""
+        return len(self.prompt_ids) + self.stops.max_output
+
+    @property
     def planned_known(self) -> int:
         """Upper bound of `known` once all batches in flight are resolved."""
         return self.known + self.unresolved_samples

@@ -32,12 +32,16 @@ from services.scheduler.core.stopping import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one step and the whole scheduler may hold: `max_tokens_per_step` is the token budget, `max_requests` bounds live requests."""
+    """What one step and the whole scheduler may hold: `max_tokens_per_step` is the token budget.
+
+    `max_requests` and `max_live_tokens` (prompt plus most output; 0: no bound) bound what is live, waiting or running.
+    """
 
     max_tokens_per_step: int
     max_sequences: int
     max_requests: int
     max_model_len: int
+    max_live_tokens: int = 0
     chunked_prefill: bool = True
     prefix_caching: bool = True
 
@@ -118,6 +122,7 @@ class SchedulerState:
         self.counters = Counters()
         self._deadlines: list[tuple[int, int, Request]] = []
         self._arrivals = 0
+        self.live_tokens = 0
         self._newcomers: list[Request] = []
 
     @property
@@ -143,21 +148,32 @@ class SchedulerState:
 
     def accept(self, request: Request) -> None:
         """Takes a request into the queue. Raises TokenloomError (CANNOT_FIT, PROMPT_TOO_LONG, QUEUE_FULL) and takes nothing otherwise."""
-        total = len(request.prompt_ids) + request.stops.max_output
+        total = request.most_tokens
         if request.stops.max_output < 1:
             limit, prompt = self.limits.max_model_len, len(request.prompt_ids)
             raise TokenloomError(ErrorCode.PROMPT_TOO_LONG, f"the prompt has {prompt} tokens; with one output token the limit is {limit}")
         capacity = self.capacity_tokens()
         if capacity is not None and blocks_for(total - 1) * BLOCK_SIZE > capacity:
             raise TokenloomError(ErrorCode.CANNOT_FIT, f"prompt and max_tokens need {total} tokens of KV cache; a worker holds {capacity}")
-        if len(self.requests) >= self.limits.max_requests and not request.attempt:  # one that a client already reads goes on
-            raise TokenloomError(ErrorCode.QUEUE_FULL, f"{len(self.requests)} requests are live, the limit", retry_after_ms=1000)
+        if not request.attempt:  # one that a client already reads goes on
+            self._check_room(request)
         self.requests[request.key] = request
+        self.live_tokens += request.most_tokens
         self.counters.admitted += 1
         if request.deadline_ns is not None:
             self._remember_deadline(request, request.deadline_ns)
         self._newcomers.append(request)
         self.queue.push(request)
+
+    def _check_room(self, request: Request) -> None:
+        """Raises TokenloomError (QUEUE_FULL) when what is live leaves no room for one more."""
+        limits = self.limits
+        if len(self.requests) >= limits.max_requests:
+            raise TokenloomError(ErrorCode.QUEUE_FULL, f"{len(self.requests)} requests are live, the limit", retry_after_ms=1000)
+        # Alone it always has room: otherwise it could never be served.
+        if limits.max_live_tokens and self.requests and self.live_tokens + request.most_tokens > limits.max_live_tokens:
+            full = f"live requests may take {self.live_tokens} tokens, the limit is {limits.max_live_tokens}"
+            raise TokenloomError(ErrorCode.QUEUE_FULL, full, retry_after_ms=1000)
 
     def mark_newcomers(self, now_ns: int) -> None:
         """Those who came since the last call and whom nobody looked at, because one before them must wait, learn it."""
@@ -223,6 +239,7 @@ class SchedulerState:
         request.ending = ending
         request.timeline.ended_ns = now_ns
         del self.requests[request.key]
+        self.live_tokens -= request.most_tokens
         self.quarantine.discard(request)
         match ending.reason:
             case FinishReason.CANCELLED | FinishReason.DEADLINE:
@@ -282,6 +299,8 @@ class SchedulerState:
         places = sum(len(group.running) for group in self.groups.values()) + len(self.queue)
         if places != len(self.requests):
             raise ValueError(f"{len(self.requests)} live requests in {places} places")
+        if self.live_tokens != sum(request.most_tokens for request in self.requests.values()):
+            raise ValueError(f"{self.live_tokens} tokens are counted as live")
         counters = self.counters
         if counters.admitted != counters.finished + counters.failed + counters.cancelled + len(self.requests):
             raise ValueError(f"conservation is broken: {counters}, {len(self.requests)} live")

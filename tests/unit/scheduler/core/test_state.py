@@ -304,3 +304,19 @@ def test_a_live_request_without_a_sampling_token_is_not_started_beyond_its_lengt
     batch = planned(state, group)
     assert [row.sample for row in batch.rows] == [True]
     assert request.may_sample is False
+
+
+def test_live_requests_are_bounded_in_tokens_too_but_one_alone_is_always_taken() -> None:
+    state = make_state(max_live_tokens=50)
+    add_group(state)
+    params = SamplingParams(max_tokens=40)
+    first = make_request(state, [1] * 20, params)
+    state.accept(first)
+    with pytest.raises(TokenloomError, match="60 tokens, the limit is 50") as refused:
+        state.accept(make_request(state, [1] * 2, SamplingParams(max_tokens=1)))
+    assert refused.value.code is ErrorCode.QUEUE_FULL
+    state.cancel(first.key, CancelReason.CLIENT_DISCONNECTED, 1)
+    for _ in range(2):
+        state.accept(make_request(state, [1] * 5, SamplingParams(max_tokens=10)))
+    assert state.live_tokens == 30
+    state.check()
