@@ -41,8 +41,8 @@ class WorkerConfig(ServiceConfig):
     threads: int | None = Field(None, ge=1, description="Threads of the forward pass. None: the CPUs this process may use.")
     batch_invariant: bool = Field(
         True,
-        description="Compute each row with the same arithmetic whatever else is in the step, so that neighbours change no token. C++ kernels "
-        "always do and cost nothing for it; off makes the reference up to a third faster at a single stream.",
+        description="Compute each row with the same arithmetic whatever else is in the step, so that neighbours change no token. "
+        "C++ kernels always do and cost nothing for it; off makes the reference up to a third faster at a single stream.",
     )
     kernels: Literal["auto", "cpu", "reference"] = Field(
         "auto", description="auto: C++ kernels, or the plain torch reference where no C++ compiler is found; cpu: C++ kernels or fail."

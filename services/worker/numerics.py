@@ -10,9 +10,9 @@ from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.logs import get_logger
 from services.worker.config import WorkerConfig
 from services.worker.kernels.cpu.build import BuildError, ensure_library
-from services.worker.kernels.cpu.library import CpuKernels
 from services.worker.ops.base import HeadShape, Ops
 from services.worker.ops.cpu import CpuOps
+from services.worker.ops.cpu_kernels import CpuKernels
 from services.worker.ops.reference import ReferenceOps
 
 _log = get_logger(__name__)

@@ -8,8 +8,8 @@ import pytest
 
 from libs.errors import TokenloomError
 from services.worker.kernels.cpu.build import ensure_library
-from services.worker.kernels.cpu.library import CpuKernels
 from services.worker.ops.cpu import CpuOps
+from services.worker.ops.cpu_kernels import CpuKernels
 
 
 @pytest.fixture(scope="session")

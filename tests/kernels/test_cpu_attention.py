@@ -12,9 +12,9 @@ import torch
 
 from libs.errors import TokenloomError
 from services.worker.kernels.cpu.build import BuildError, ensure_library, find_compiler
-from services.worker.kernels.cpu.library import VARIANT_ENV, CpuKernels
 from services.worker.ops.base import HeadShape, LayerCache, StepInputs
 from services.worker.ops.cpu import CpuOps
+from services.worker.ops.cpu_kernels import VARIANT_ENV, CpuKernels
 from services.worker.ops.reference import ReferenceOps
 
 BLOCK = 16

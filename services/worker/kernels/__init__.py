@@ -1,4 +1,4 @@
 """Kernels written by hand: `cpu` holds C++ behind a plain C interface.
 
-Owns: sources, their build and their Python wrappers. Does not own: when they are used (ops decide).
+Owns: sources and their build. Does not own: how and when they are called (ops). Imports nothing of the worker.
 """

@@ -1,5 +1,5 @@
 """The small set of fused operations that every model is written against, and their executors.
 
-Owns: `base` (what each operation means), `reference` (plain torch, run eagerly: the oracle), `cpu` (the same with C++ attention).
-Does not own: the order of operations (models), memory of the cache (kv_cache).
+Owns: `base` (what each operation means), `reference` (plain torch, run eagerly: the oracle), `cpu` (C++, called through `cpu_kernels`).
+Does not own: the order of operations (models), memory of the cache (kv_cache), the kernels' sources (kernels).
 """

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from services.worker.kernels.cpu.library import CpuKernels, pack
 from services.worker.ops.base import HeadShape, LayerCache, PackedLinear, StepInputs
+from services.worker.ops.cpu_kernels import CpuKernels, pack
 
 
 class CpuOps:

@@ -1,4 +1,5 @@
-"""C++ kernels for CPUs, built with the compiler alone into a cache and called through ctypes.
+"""C++ kernels for CPUs, built with the compiler alone into a cache.
 
-Owns: paged attention with run-time dispatch on instruction sets, and its build. Does not own: torch's own operators.
+Owns: products, norm, rotation, paged attention and activation, compiled for each instruction set and chosen at run time; their build.
+Does not own: how they are called (ops.cpu_kernels) and when (ops.cpu).
 """

@@ -1,4 +1,4 @@
-// What the kernels share: arguments as they come from Python (library.py mirrors the structs), and the table of one variant.
+// What the kernels share: arguments as they come from Python (ops/cpu_kernels.py mirrors the structs), and the table of one variant.
 //
 // Everything is float32 and contiguous. T tokens, Q query heads, K key-value heads, D head size.
 #pragma once
