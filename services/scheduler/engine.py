@@ -146,14 +146,13 @@ class Engine:
         self._dispatch(group, pace)
         if outcome.error is not None:
             log.error("batch did not run", worker=link.name, step=outcome.number, error=outcome.error.message)
-        self._account_step(group, pace, head, outcome.timings.idle_us, now)
+        self._account_step(group, pace, head, now)
         self._publish(effects)
 
-    def _account_step(self, group: Group, pace: Pace, head: StepPlan, idle_us: int, now: int) -> None:
+    def _account_step(self, group: Group, pace: Pace, head: StepPlan, now: int) -> None:
         metrics = self._metrics
         metrics.step_time.observe((now - head.planned_ns) / 1e9)
         metrics.step_tokens.observe(head.tokens)
-        metrics.worker_idle.observe(idle_us / 1e6)
         ahead = group.in_flight[0].planned_ns if group.in_flight else now
         metrics.lead_time.observe(max(0, now - ahead) / 1e9)
         for since in pace.take_freed(head.number):

@@ -38,7 +38,6 @@ class SchedulerMetrics:
             "How long before the previous result a step was sent (dispatch-ahead); 0: after it.",
             STEP_BUCKETS,
         )
-        self.worker_idle = histogram("worker_idle_seconds", "The worker's wait before a step. Grows: --dispatch-margin-ms.", STEP_BUCKETS)
         self.step_tokens = histogram("iteration_tokens_total", "Tokens of a step.", TOKEN_BUCKETS)
         self.generation_tokens = self._counter("generation_tokens", "Output tokens that requests took.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
