@@ -1,7 +1,7 @@
 """The worker's spans of a request, children of the scheduler's.
 
 `worker.prefill` is built when the first token is sampled, `worker.decode` when the sequence ends as far as the worker can tell (its last
-token ends it, its length is reached) or leaves its slot.
+token ends it, its length is reached); what is missing then, when it leaves its slot.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Timeline:
     decode_span_id: int
     prefill: Stage = field(default_factory=Stage)
     decode: Stage = field(default_factory=Stage)
+    prefill_emitted: bool = False
     decode_emitted: bool = False
 
 

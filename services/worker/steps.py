@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from libs.clock import SystemClock
@@ -14,7 +14,7 @@ from libs.telemetry.tracing import SpanRecord
 from services.worker.batch import Batch
 from services.worker.engine import Engine, Executed
 from services.worker.metrics import WorkerMetrics
-from services.worker.slots import Slot, SlotTable, StagedStep
+from services.worker.slots import Slot, SlotTable, StagedRow, StagedStep
 from services.worker.spans import decode_span, prefill_span
 from tokenloom.worker.v1 import worker_pb2
 
@@ -50,8 +50,7 @@ class Steps:
 
     def clear(self) -> None:
         """Forgets every sequence (a new attach); the cache needs no clearing, since only what is written again is read."""
-        for slot in self._slots.clear():
-            self._emit_decode(slot)
+        self._left(self._slots.clear())
         self._previous_end_ns = 0
 
     def run(self, batch: Batch, arrived_ns: int, *, later: bool = False) -> Answered:
@@ -69,7 +68,6 @@ class Steps:
         except (Exception, MemoryError) as error:
             _log.exception("step failed", number=batch.number, rows=len(batch.rows))
             return self._failed(batch, TokenloomError(ErrorCode.STEP_FAILED, f"{type(error).__name__}: {error}"))
-        prefill = sum(row.count for row in staged.rows if row.slot.in_prefill)
         stages = [(row, row.slot.in_prefill) for row in staged.rows]
         gone = self._slots.commit(staged, executed.tokens)
         ended_ns = self._clock.monotonic_ns()
@@ -85,24 +83,25 @@ class Steps:
             )
         )
         self._previous_end_ns = ended_ns
-        ended_unix = began_unix + ended_ns - began_ns
-        device_us = executed.forward_us + executed.sample_us
+        return Answered(result, lambda: self._account(result, stages, gone, began_unix))
 
-        def after() -> None:
-            self._metrics.step(
-                result, rows=len(staged.rows), prefill_tokens=prefill, decode_tokens=staged.tokens - prefill, slots=len(self._slots)
-            )
-            for row, in_prefill in stages:
-                stage = row.slot.timeline.prefill if in_prefill else row.slot.timeline.decode
-                stage.add(began_unix, ended_unix, device_us, row.count)
-                if in_prefill and row.index in executed.tokens:
-                    self._emit(prefill_span(row.slot.timeline, row.slot.request))
-                if row.slot.ended or row.slot.full:
-                    self._emit_decode(row.slot)
-            for slot in gone:
-                self._emit_decode(slot)
-
-        return Answered(result, after)
+    def _account(
+        self, result: worker_pb2.StepResult, stages: Sequence[tuple[StagedRow, bool]], gone: Sequence[Slot], began_unix: int
+    ) -> None:
+        """Metrics and spans of a step that ran. `stages`: its rows, and whether each was in its prefill; `gone`: sequences that left."""
+        prefill = sum(row.count for row, in_prefill in stages if in_prefill)
+        decode = sum(row.count for row, in_prefill in stages if not in_prefill)
+        self._metrics.step(result, rows=len(stages), prefill_tokens=prefill, decode_tokens=decode, slots=len(self._slots))
+        ended_unix = began_unix + result.timings.total_us * 1000
+        device_us = result.timings.forward_us + result.timings.sample_us
+        for row, in_prefill in stages:
+            stage = row.slot.timeline.prefill if in_prefill else row.slot.timeline.decode
+            stage.add(began_unix, ended_unix, device_us, row.count)
+            if in_prefill and not row.slot.in_prefill:
+                self._emit_prefill(row.slot)
+            if row.slot.ended or row.slot.full:
+                self._emit_decode(row.slot)
+        self._left(gone)
 
     def refuse(self, batch_number: int, outcome: worker_pb2.BatchOutcome.ValueType, error: TokenloomError) -> Answered:
         """The answer to a step that is not tried."""
@@ -113,11 +112,23 @@ class Steps:
         self._previous_end_ns = time.monotonic_ns()
         return self.refuse(batch.number, worker_pb2.BATCH_OUTCOME_FAILED, error)
 
+    def _left(self, gone: Sequence[Slot]) -> None:
+        """Spans of sequences that left their slots and that were not built before."""
+        for slot in gone:
+            self._emit_prefill(slot)
+            self._emit_decode(slot)
+
+    def _emit_prefill(self, slot: Slot) -> None:
+        timeline = slot.timeline
+        if timeline.prefill.steps and not timeline.prefill_emitted:
+            timeline.prefill_emitted = True
+            self._emit(prefill_span(timeline, slot.request))
+
     def _emit_decode(self, slot: Slot) -> None:
-        """A sequence's decode span, once: when it ended as far as the worker can tell, else when it leaves its slot."""
-        if not slot.timeline.decode_emitted:
-            slot.timeline.decode_emitted = slot.timeline.decode.steps > 0
-            self._emit(decode_span(slot.timeline, slot.request))
+        timeline = slot.timeline
+        if timeline.decode.steps and not timeline.decode_emitted:
+            timeline.decode_emitted = True
+            self._emit(decode_span(timeline, slot.request))
 
     def _emit(self, record: SpanRecord | None) -> None:
         if record is not None:

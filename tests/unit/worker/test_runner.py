@@ -364,6 +364,15 @@ def test_the_decode_span_comes_once_even_if_the_slot_closes_long_after_the_end(b
     assert bench.spans.empty()
 
 
+def test_a_request_cancelled_within_its_prefill_leaves_its_span(bench: Bench):
+    opening = bench.opening(0, trace=str(TraceParent.new()), decode_span=5)
+    opening.prompt_ids = pack_ids([10, 11, 12])
+    bench.send(1, opens=[opening], counts=[2], samples=b"\0")
+    bench.send(2, 1, [], closes=[0])
+    span = bench.spans.get(timeout=WAIT)
+    assert (span.name, span.attributes["tokenloom.tokens"]) == ("worker.prefill", 2)
+
+
 def test_metrics_count_steps_and_tokens_by_phase(bench: Bench):
     bench.open(1, [0, 1])
     bench.send(2, 1, [0, 1])
