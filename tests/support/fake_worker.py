@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -15,7 +16,12 @@ from tokenloom.worker.v1 import worker_pb2, worker_pb2_grpc
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """One group. `gate` set: steps run; cleared: they wait. `fail_steps`: how many of the next batches fail. `batches`: what arrived."""
+    """One group. `gate` set: steps run; cleared: they wait.
+
+    `fail_steps`: how many of the next batches fail. `refuse_steps`: how many are answered not_run. `answer`: replaces a result before it
+    is sent. `batches`: what arrived; `overlaps`: how many of them did while a step was running. `violations`: reads of blocks that did
+    not hold what they should, and batches that break the rules.
+    """
 
     def __init__(self, *, blocks: int = 64, slots: int = 8, max_model_len: int = 128, step_seconds: float = 0.0) -> None:
         self.blocks, self.slots, self.max_model_len, self.step_seconds = blocks, slots, max_model_len, step_seconds
@@ -23,6 +29,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.fail_steps = 0
+        self.refuse_steps = 0
+        self.answer: Callable[[worker_pb2.StepResult], worker_pb2.StepResult] = lambda result: result
+        self.overlaps = 0
+        self.violations: list[AssertionError] = []
+        self.stepping = False
         self.highest_token = 0
         self.attaches: list[worker_pb2.Attach] = []
         self.batches: list[worker_pb2.StepBatch] = []
@@ -30,7 +41,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.fingerprint = "table"
         self.running_us = 0
         self._server: Server | None = None
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._leave: asyncio.Future[TokenloomError | None] = asyncio.get_running_loop().create_future()
+        self._left = asyncio.Event()
+        self._writing = asyncio.Lock()
 
     async def start(self, address: str) -> str:
         """Listens; returns the address."""
@@ -39,50 +52,99 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return await listen(self._server, address)
 
     async def stop(self) -> None:
-        """Dies: every stream breaks at once."""
+        """Dies: every stream breaks at once. A worker that comes back is a new object."""
         if self._server is not None:
             await self._server.server.stop(0)
             self._server = None
+
+    async def drain(self) -> None:
+        """Leaves in peace: the stream ends with DRAINING, and the worker is gone."""
+        await self.end_stream(TokenloomError(ErrorCode.DRAINING, "the worker is shutting down"))
+        await self.stop()
+
+    async def end_stream(self, error: TokenloomError | None = None) -> None:
+        """Ends the stream that is open, with `error` or as if all were said."""
+        self._leave.set_result(error)
+        await self._left.wait()
 
     async def wait_batches(self, count: int) -> None:
         """Until `count` batches have arrived since the start."""
         async with self.arrived:
             await self.arrived.wait_for(lambda: len(self.batches) >= count)
 
+    async def wait_attaches(self, count: int) -> None:
+        """Until `count` attaches have been asked for since the start, refused ones included."""
+        async with self.arrived:
+            await self.arrived.wait_for(lambda: len(self.attaches) >= count)
+
     async def Run(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """See WorkerService.Run."""
         first = await context.read()
         attach = first.attach
+        self.attaches.append(attach)
+        await self._notify()
         if attach.fencing_token < self.highest_token:
             await abort(context, TokenloomError(ErrorCode.STALE_FENCING_TOKEN, f"a scheduler with token {self.highest_token} was here"))
         self.highest_token = attach.fencing_token
-        self.attaches.append(attach)
+        self.running_us = 0
         self.model = ModelWorker(self.blocks, self.slots, epoch=attach.epoch)
         await context.write(worker_pb2.RunResponse(attached=self._attached(attach.epoch)))
-        beats = asyncio.create_task(self._beat(attach.epoch, context))
+        queue: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
+        self._leave, self._left = asyncio.get_running_loop().create_future(), asyncio.Event()
+        tasks = [
+            asyncio.create_task(work)
+            for work in (self._read(queue, context), self._beat(attach.epoch, context), self._steps(queue, context))
+        ]
         try:
-            while isinstance(request := await context.read(), worker_pb2.RunRequest):
-                await self._step(request.batch, context)
+            await asyncio.wait([*tasks, self._leave], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            beats.cancel()
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            self.violations.extend(end for end in ends if isinstance(end, AssertionError))
+            self._left.set()
+        if self._leave.done() and (error := self._leave.result()) is not None:
+            await abort(context, error)
 
-    async def _step(self, batch: worker_pb2.StepBatch, context: Any) -> None:
-        self.batches.append(batch)
+    async def _read(self, queue: asyncio.Queue[worker_pb2.StepBatch], context: Any) -> None:
+        while isinstance(request := await context.read(), worker_pb2.RunRequest):
+            self.batches.append(request.batch)
+            self.overlaps += self.stepping
+            queue.put_nowait(request.batch)
+            await self._notify()
+
+    async def _notify(self) -> None:
         async with self.arrived:
             self.arrived.notify_all()
-        await self.gate.wait()
-        if self.step_seconds:
-            await asyncio.sleep(self.step_seconds)  # stands for the time that a step takes
+
+    async def _steps(self, queue: asyncio.Queue[worker_pb2.StepBatch], context: Any) -> None:
+        while True:
+            batch = await queue.get()
+            self.stepping = True
+            await self.gate.wait()
+            if self.step_seconds:
+                await asyncio.sleep(self.step_seconds)  # stands for the time that a step takes
+            self.stepping = False
+            await self._write(context, worker_pb2.RunResponse(result=self.answer(self._result(batch))))
+
+    async def _write(self, context: Any, message: worker_pb2.RunResponse) -> None:
+        async with self._writing:  # gRPC takes one message at a time
+            await context.write(message)
+
+    def _result(self, batch: worker_pb2.StepBatch) -> worker_pb2.StepResult:
+        if self.refuse_steps:
+            self.refuse_steps -= 1
+            return worker_pb2.StepResult(epoch=batch.epoch, number=batch.number, outcome=worker_pb2.BATCH_OUTCOME_NOT_RUN)
         fail, self.fail_steps = self.fail_steps > 0, max(0, self.fail_steps - 1)
         result = self.model.run(batch, fail=fail)
         if self.step_seconds:
             result.timings.total_us = int(self.step_seconds * 1e6)
-        await context.write(worker_pb2.RunResponse(result=result))
+        return result
 
     async def _beat(self, epoch: int, context: Any) -> None:
         while True:
             beat = worker_pb2.Heartbeat(epoch=epoch, running_us=self.running_us, running_step=1)
-            await context.write(worker_pb2.RunResponse(heartbeat=beat))
+            await self._write(context, worker_pb2.RunResponse(heartbeat=beat))
             await asyncio.sleep(0.05)  # the heartbeat's period
 
     def _attached(self, epoch: int) -> worker_pb2.Attached:

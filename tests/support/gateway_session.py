@@ -34,6 +34,7 @@ class SessionClient:
         self.frames: list[scheduler_pb2.SchedulerFrame] = []
         self.changed = asyncio.Condition()
         self.error: grpc.aio.AioRpcError | None = None
+        self.broken: AssertionError | None = None
         self.over = False
         self._channel = connect(address)
         self._call: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel).Session()
@@ -62,17 +63,36 @@ class SessionClient:
             block_hashes=b"".join(block_hashes(prompt)),
             **fields,
         )
-        self.received.setdefault(number, Received(tokens=unpack_ids(submit.output_ids)))
+        has = b"" if len(submit.output_ids) % 4 else submit.output_ids
+        self.received.setdefault(number, Received(tokens=unpack_ids(has)))
         await self._call.write(scheduler_pb2.GatewayFrame(submits=[submit]))
 
     async def cancel(self, number: int, reason: common_pb2.CancelReason.ValueType = common_pb2.CANCEL_REASON_CLIENT_DISCONNECTED) -> None:
         """Asks for a request's end."""
         await self._call.write(scheduler_pb2.GatewayFrame(cancels=[scheduler_pb2.Cancel(id=number, reason=reason)]))
 
+    @property
+    def window(self) -> scheduler_pb2.Window:
+        """The newest window; an empty one before the first frame."""
+        return self.frames[-1].window if self.frames else scheduler_pb2.Window()
+
+    @property
+    def model(self) -> scheduler_pb2.ModelFacts | None:
+        """What the newest welcome said of the model."""
+        facts = [frame.welcome.model for frame in self.frames if frame.HasField("welcome") and frame.welcome.HasField("model")]
+        return facts[-1] if facts else None
+
+    async def ready(self) -> SessionClient:
+        """Waits until submits are welcome."""
+        await self.until(lambda: self.window.ready)
+        return self
+
     async def until(self, condition: Any) -> None:
         """Waits, event by event, until `condition()` holds. The test's own timeout bounds it."""
         async with self.changed:
-            await self.changed.wait_for(condition)
+            await self.changed.wait_for(lambda: self.broken or condition())
+        if self.broken is not None:
+            raise self.broken
 
     async def ended(self, number: int) -> Received:
         """The request once its ending is there."""
@@ -86,6 +106,8 @@ class SessionClient:
                 await self._notify()
         except grpc.aio.AioRpcError as error:
             self.error = error
+        except AssertionError as broken:
+            self.broken = broken
         except asyncio.CancelledError:
             pass
         self.over = True
