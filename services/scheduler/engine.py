@@ -151,10 +151,11 @@ class Engine:
 
     def _account_step(self, group: Group, pace: Pace, head: StepPlan, now: int) -> None:
         metrics = self._metrics
-        metrics.step_time.observe((now - head.planned_ns) / 1e9)
-        metrics.step_tokens.observe(head.tokens)
-        ahead = group.in_flight[0].planned_ns if group.in_flight else now
-        metrics.lead_time.observe(max(0, now - ahead) / 1e9)
+        if head.rows:
+            ahead = group.in_flight[0].planned_ns if group.in_flight else now
+            metrics.lead_time.observe(max(0, now - ahead) / 1e9)
+            metrics.step_time.observe((now - head.planned_ns) / 1e9)
+            metrics.step_tokens.observe(head.tokens)
         for since in pace.take_freed(head.number):
             metrics.cancel_to_free.observe((now - since) / 1e9)
 

@@ -36,6 +36,8 @@ class Pace:
 
     def observe(self, head: StepPlan, total_us: int) -> bool:
         """Learns from a step that ran; whether it was slow for its class."""
+        if not head.rows:
+            return False
         predicted_us = self.predictor.predict_us(head.tokens, len(head.rows))
         self.predictor.observe(head.tokens, len(head.rows), total_us)
         return predicted_us is not None and total_us > max(_SLOW_LEAST_US, _SLOW_FACTOR * predicted_us)

@@ -47,15 +47,18 @@ class _Draft:
         self._plan = StepPlan(group.name, group.epoch, self._number, group.chain_head, planned_ns=now_ns)
 
     def finish(self) -> StepPlan | None:
-        """The plan, entered into the group's chain; None when it has no rows."""
-        if not self._plan.rows:
-            return None
+        """The plan, entered into the group's chain; None when there is nothing to tell the worker.
+
+        Slots to be closed ride with the next rows; with none in sight they travel alone, so that an idle worker does not hold them.
+        """
         group, counters = self._group, self._state.counters
+        if not self._plan.rows and (not group.closing or group.in_flight):
+            return None
         self._plan.closes = sorted(group.closing)
         group.closing.clear()
         group.last_number = group.chain_head = self._number
         group.in_flight.append(self._plan)
-        counters.steps += 1
+        counters.steps += bool(self._plan.rows)
         counters.mixed_steps += self._plan.is_mixed
         return self._plan
 
