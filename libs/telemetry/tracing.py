@@ -22,6 +22,11 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.util.types import AttributeValue
 
 _TRACEPARENT = re.compile(r"^([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?$")
+# A member of a tracestate as the W3C recommendation has it, blanks around it allowed.
+_KEY_REST = r"[a-z0-9_\-*/]"
+_STATE_KEY = rf"(?:[a-z]{_KEY_REST}{{0,255}}|[a-z0-9]{_KEY_REST}{{0,240}}@[a-z]{_KEY_REST}{{0,13}})"
+_STATE_MEMBER = re.compile(rf"[ \t]*({_STATE_KEY})=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{{0,255}}[\x21-\x2b\x2d-\x3c\x3e-\x7e][ \t]*")
+_MAX_STATE_MEMBERS = 32
 _random = random.SystemRandom()
 
 
@@ -36,14 +41,17 @@ class TraceParent:
 
     @classmethod
     def parse(cls, traceparent: str, tracestate: str = "") -> TraceParent | None:
-        """The context of a `traceparent` header; None for an empty or invalid one, as the W3C recommendation asks."""
+        """The context of a `traceparent` header; None for an empty or invalid one, as the W3C recommendation asks.
+
+        An invalid `tracestate` is dropped here, once: the SDK would find it invalid again, and warn of it, for each span.
+        """
         match = _TRACEPARENT.match(traceparent.strip())
         if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
             return None
         trace_id, span_id = int(match[2], 16), int(match[3], 16)
         if not trace_id or not span_id:
             return None
-        return cls(trace_id, span_id, bool(int(match[4], 16) & 1), tracestate)
+        return cls(trace_id, span_id, bool(int(match[4], 16) & 1), tracestate if _is_valid_state(tracestate) else "")
 
     @classmethod
     def new(cls, *, sampled: bool = True) -> TraceParent:
@@ -56,6 +64,12 @@ class TraceParent:
 
     def __str__(self) -> str:
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.sampled):02x}"
+
+
+def _is_valid_state(tracestate: str) -> bool:
+    members = [member for member in tracestate.split(",") if member.strip(" \t")]
+    matches = [match for member in members if (match := _STATE_MEMBER.fullmatch(member)) is not None]
+    return len(members) == len(matches) == len({match[1] for match in matches}) <= _MAX_STATE_MEMBERS
 
 
 def new_span_id() -> int:

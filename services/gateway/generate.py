@@ -140,7 +140,8 @@ class Generation:
                     prompt.request, timeout=self._remaining(), traceparent=str(self._record.context.child(self._record.tokenize_span))
                 )
             except TokenloomError as error:
-                if error.param is None and error.code.spec.http_status == 400:
+                # The tokenizer knows one prompt, not which of several it is.
+                if error.param in (None, "prompt") and error.code.spec.http_status == 400:
                     error.param = prompt.param
                 raise
 
@@ -154,8 +155,8 @@ class Generation:
             raise TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, "no tokenizer has answered yet", retry_after_ms=1000)
         drawn = [_random.getrandbits(64) for _ in self._encoded]
         resolved = [
-            self._wanted.sampling.resolve(facts, count_ids(encoded.token_ids), seed)
-            for encoded, seed in zip(self._encoded, drawn, strict=True)
+            self._wanted.sampling.resolve(facts, count_ids(encoded.token_ids), seed, prompt_param=prompt.param)
+            for prompt, encoded, seed in zip(self._wanted.prompts, self._encoded, drawn, strict=True)
         ]
         first = resolved[0]
         self._record.sampling = {

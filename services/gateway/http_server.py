@@ -11,6 +11,8 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from libs.errors import ErrorCode, TokenloomError
+from services.gateway.api.errors import error_body
 from services.gateway.connection import ABORT
 
 
@@ -20,6 +22,16 @@ class _Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         cast("dict[str, Any]", self.scope)["extensions"] = {ABORT: self.transport.abort}
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP never reaches the application; its answer has OpenAI's shape all the same."""
+        body = error_body(TokenloomError(ErrorCode.INVALID_REQUEST, msg))
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: a request for an upgrade may be answered without one, and the library to install would not be used."""
 
 
 class HttpServer(uvicorn.Server):

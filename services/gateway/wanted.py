@@ -23,9 +23,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ClientSampling:
-    """Sampling and stopping as the client gave them, checked; None is where it was silent. `top_k` 0 is off."""
+    """Sampling and stopping as the client gave them, checked; None is where it was silent. `top_k` 0 is off.
+
+    `max_tokens_param` is the name under which max_tokens was given.
+    """
 
     max_tokens: int | None = None
+    max_tokens_param: str = "max_tokens"
     min_tokens: int = 0
     temperature: float | None = None
     top_p: float | None = None
@@ -36,16 +40,17 @@ class ClientSampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
-    def resolve(self, facts: scheduler_pb2.ModelFacts, prompt_tokens: int, drawn_seed: int) -> SamplingParams:
+    def resolve(self, facts: scheduler_pb2.ModelFacts, prompt_tokens: int, drawn_seed: int, *, prompt_param: str) -> SamplingParams:
         """The parameters that run: the client's, else the model's generation_config, else the API's defaults.
 
-        Raises TokenloomError when prompt and output do not fit into the context, or stop_token_ids name no token.
+        `prompt_param` is how the API names the prompt. Raises TokenloomError when prompt and output do not fit into the context, or
+        stop_token_ids name no token.
         """
         defaults = facts.defaults
         room = facts.max_model_len - prompt_tokens
-        max_tokens = self._max_tokens(facts, prompt_tokens, room)
+        max_tokens = self._max_tokens(facts, prompt_tokens, room, prompt_param)
         if self.min_tokens > max_tokens:
-            raise _invalid(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({max_tokens})", "min_tokens")
+            raise _invalid(f"min_tokens ({self.min_tokens}) must not exceed {self.max_tokens_param} ({max_tokens})", "min_tokens")
         for token_id in self.stop_token_ids:
             if token_id >= facts.vocab_size:
                 raise _invalid(f"stop_token_ids: {token_id} is not below the vocabulary size {facts.vocab_size}", "stop_token_ids")
@@ -63,12 +68,13 @@ class ClientSampling:
             stop=self.stop,
         )
 
-    def _max_tokens(self, facts: scheduler_pb2.ModelFacts, prompt_tokens: int, room: int) -> int:
+    def _max_tokens(self, facts: scheduler_pb2.ModelFacts, prompt_tokens: int, room: int, prompt_param: str) -> int:
         if room < 1:
             raise TokenloomError(
                 ErrorCode.PROMPT_TOO_LONG,
                 f"This model's maximum context length is {facts.max_model_len} tokens. However, your prompt has {prompt_tokens} tokens, "
                 "which leaves no room for output. Please shorten it.",
+                param=prompt_param,
             )
         if self.max_tokens is None:
             wish = facts.defaults.max_new_tokens
@@ -78,7 +84,8 @@ class ClientSampling:
                 ErrorCode.PROMPT_TOO_LONG,
                 f"This model's maximum context length is {facts.max_model_len} tokens. However, you requested "
                 f"{prompt_tokens + self.max_tokens} tokens ({prompt_tokens} in the prompt, {self.max_tokens} for the output). "
-                "Please shorten the prompt or lower max_tokens.",
+                f"Please shorten the prompt or lower {self.max_tokens_param}.",
+                param=self.max_tokens_param,
             )
         return self.max_tokens
 

@@ -58,13 +58,9 @@ class ChatTemplate:
         if continue_final_message:
             messages = _with_open_end(messages, add_generation_prompt)
         try:
-            text = self._template.render(
-                messages=messages,
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **(self._special_tokens | dict(variables or {})),
-            )
+            chat = {"messages": messages, "tools": list(tools) or None, "documents": None, "add_generation_prompt": add_generation_prompt}
+            # One mapping: as keyword arguments, a variable named "self" would clash with render's own.
+            text = self._template.render(self._special_tokens | dict(variables or {}) | chat)
         except _TemplateRefusal as error:
             raise TokenloomError(ErrorCode.TEMPLATE_ERROR, str(error), param="messages") from error
         except MemoryError as error:

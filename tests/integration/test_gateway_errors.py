@@ -113,6 +113,8 @@ BAD_PROMPTS = [
     (["a"] * 257, "prompt"),
     ("", "prompt"),
     (["a", ""], "prompt[1]"),
+    (["a", "x" * 600], "prompt[1]"),
+    ([[1], [1] * 600], "prompt[1]"),
 ]
 
 
@@ -224,6 +226,16 @@ async def test_json_that_is_no_request_is_a_400(shared, body):
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "9" * 5000, '[{"a": 1e400}]'])
+@together
+async def test_a_number_that_no_type_holds_is_a_400_that_names_its_field(shared, number):
+    body = f'{{"messages": [{{"role": "user", "content": "hi"}}], "temperature": {number}}}'.encode()
+    response = await shared.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "invalid_request", "temperature")
+    assert error["message"].startswith("temperature: ")
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
 @together
 async def test_another_content_type_is_a_415(shared, kind):
@@ -267,7 +279,7 @@ async def test_a_prompt_over_the_context_is_a_400_with_both_numbers(gateway):
 
 async def test_prompt_and_max_tokens_over_the_context_are_a_400_with_all_numbers(gateway):
     error = (await gateway.complete("x" * 500, max_tokens=20)).json()["error"]
-    assert error["code"] == "prompt_too_long"
+    assert (error["code"], error["param"]) == ("prompt_too_long", "max_tokens")
     assert all(number in error["message"] for number in ("512", "520", "500", "20"))
     assert (await gateway.complete("x" * 500, max_tokens=12)).status_code == 200
     await gateway.until_idle()
@@ -275,7 +287,15 @@ async def test_prompt_and_max_tokens_over_the_context_are_a_400_with_all_numbers
 
 async def test_a_prompt_that_fills_the_context_leaves_no_room(gateway):
     error = (await gateway.chat("x" * (512 - len("user:\n")))).json()["error"]
-    assert error["code"] == "prompt_too_long"
+    assert (error["code"], error["param"]) == ("prompt_too_long", "messages")
+    error = (await gateway.complete(["a", "x" * 512])).json()["error"]
+    assert (error["code"], error["param"]) == ("prompt_too_long", "prompt[1]")
+
+
+async def test_the_limit_of_output_is_named_as_the_client_named_it(gateway):
+    error = (await gateway.chat(max_completion_tokens=600)).json()["error"]
+    assert (error["code"], error["param"]) == ("prompt_too_long", "max_completion_tokens")
+    assert "lower max_completion_tokens" in error["message"]
 
 
 async def test_what_the_template_refuses_is_a_400_on_messages(tmp_path):
@@ -406,6 +426,37 @@ async def test_odd_paths_and_methods_are_the_clients_fault(shared, method, path,
     async with RawClient(shared.port) as client:
         await client.send(f"{method} {path} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n".encode())
         assert (await client.read_to_end()).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"BREW /v1/completions HTTP/1.1\r\nHost: t\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: t\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+    ],
+)
+@together
+async def test_bytes_that_are_no_http_are_a_400_in_openais_shape(shared, data):
+    async with RawClient(shared.port) as client:
+        await client.send(data)
+        head, _, body = (await client.read_to_end()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"content-type: application/json" in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_request")
+
+
+@together
+async def test_an_upgrade_is_not_made_and_no_library_is_recommended(shared, caplog):
+    async with RawClient(shared.port) as client:
+        await client.send(b"GET /health HTTP/1.1\r\nHost: t\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n")
+        assert (await client.read_to_end()).startswith(b"HTTP/1.1 200 ")
+    assert "pip install" not in caplog.text
 
 
 @pytest.mark.parametrize(

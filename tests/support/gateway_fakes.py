@@ -73,12 +73,12 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             raise
         if self.failure is not None:
             await abort(context, self.failure)
-        ids = _encode(request)
+        ids, param = _encode(request), "messages" if request.HasField("chat") else "prompt"
         if not ids:
-            await abort(context, TokenloomError(ErrorCode.EMPTY_PROMPT, "the prompt is empty"))
+            await abort(context, TokenloomError(ErrorCode.EMPTY_PROMPT, "the prompt is empty", param=param))
         if request.max_tokens and len(ids) > request.max_tokens:
             message = f"the prompt has {len(ids)} tokens, more than the {request.max_tokens} allowed"
-            await abort(context, TokenloomError(ErrorCode.PROMPT_TOO_LONG, message))
+            await abort(context, TokenloomError(ErrorCode.PROMPT_TOO_LONG, message, param=param))
         return tokenizer_pb2.EncodeResponse(token_ids=pack_ids(ids), tokenizer_fingerprint=self.table.fingerprint)
 
     async def GetTextTable(self, request, context):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -54,7 +55,7 @@ def _json_object(body: bytes | bytearray) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(body)
     except msgspec.ValidationError as error:
-        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"The request body is not acceptable: {_sentence(str(error))}") from None
+        raise _unacceptable(body, _sentence(str(error))) from None
     except (msgspec.DecodeError, UnicodeError) as error:
         raise TokenloomError(ErrorCode.MALFORMED_JSON, f"The request body is not valid JSON: {error}") from None
     except RecursionError:
@@ -62,6 +63,18 @@ def _json_object(body: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"The request body must be a JSON object, not {_json_name(raw)}")
     return raw
+
+
+def _unacceptable(body: bytes | bytearray, problem: str) -> TokenloomError:
+    """A value that JSON can write and no type can hold (1e400), under the name of the field it is in."""
+    with contextlib.suppress(msgspec.MsgspecError):  # no object at all
+        for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+            try:
+                msgspec.json.decode(value)
+            except msgspec.ValidationError:
+                shown = name[:_MAX_NAME]
+                return TokenloomError(ErrorCode.INVALID_REQUEST, f"{shown}: {problem}", param=shown)
+    return TokenloomError(ErrorCode.INVALID_REQUEST, f"The request body is not acceptable: {problem}")
 
 
 def _invalid(problem: str) -> TokenloomError:

@@ -100,6 +100,7 @@ def _sampling(request: GenerationRequest, max_tokens: int | None, max_tokens_nam
         raise _invalid(f"min_tokens ({min_tokens}) must not exceed {max_tokens_name} ({max_tokens})", "min_tokens")
     return ClientSampling(
         max_tokens=max_tokens,
+        max_tokens_param=max_tokens_name,
         min_tokens=min_tokens,
         temperature=request.temperature,
         top_p=request.top_p,

@@ -78,6 +78,11 @@ def test_variables_cannot_replace_the_chat(name):
     assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, "chat_template_kwargs")
 
 
+@pytest.mark.parametrize("name", ["self", "args", "kwargs", "environment", "a b", ""])
+def test_a_variable_may_have_any_other_name(name):
+    assert ChatTemplate("{{ bos_token }}", {"bos_token": "<s>"}).render(CHAT, variables={name: 1}) == "<s>"
+
+
 def test_variables_may_replace_special_tokens():
     assert ChatTemplate("{{ bos_token }}", {"bos_token": "<s>"}).render([], variables={"bos_token": "!"}) == "!"
 

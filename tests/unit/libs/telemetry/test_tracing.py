@@ -1,8 +1,10 @@
+import logging
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import SpanKind, StatusCode, TraceState
 
 from libs.telemetry.tracing import SpanEvent, SpanRecord, TraceParent, Tracer, new_span_id
 
@@ -13,6 +15,24 @@ CONTEXTS = st.builds(
     sampled=st.booleans(),
 )
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class LogCapture(logging.Handler):
+    """What the SDK logs while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("opentelemetry").addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logging.getLogger("opentelemetry").removeHandler(self)
 
 
 @pytest.fixture
@@ -67,6 +87,31 @@ def test_headers_that_the_recommendation_calls_invalid_are_no_context(header):
 def test_a_later_version_of_the_header_is_read_as_far_as_it_is_known():
     context = TraceParent.parse(f"01-{TRACE}-{SPAN}-03-more")
     assert context == TraceParent(int(TRACE, 16), int(SPAN, 16), True)
+
+
+@pytest.mark.parametrize("state", ["vendor=1", "a=b, c@d=e f,,", '9x@t="q"', ",".join(f"k{index}=v" for index in range(32))])
+def test_a_valid_tracestate_is_kept_as_it_is(state):
+    context = TraceParent.parse(f"00-{TRACE}-{SPAN}-01", state)
+    assert context is not None
+    assert context.state == state
+    assert len(TraceState.from_header([state])) == len([member for member in state.split(",") if member])
+
+
+@given(st.text("aA9@=, \té\n_", max_size=12) | st.from_regex(r"([a-z]=[a-z!],?){0,40}", fullmatch=True))
+def test_the_sdk_never_warns_of_a_tracestate_that_was_kept(state):
+    context = TraceParent.parse(f"00-{TRACE}-{SPAN}-01", state)
+    assert context is not None
+    with LogCapture() as caught:
+        parsed = TraceState.from_header([context.state])
+    assert not caught.messages
+    assert bool(parsed) == bool(context.state.strip(", \t"))
+
+
+@pytest.mark.parametrize("state", ["=,=;", "a", "A=b", "a=b,a=c", "é=1", "a=b=c", ",".join(f"k{index}=v" for index in range(33))])
+def test_an_invalid_tracestate_is_dropped_whole(state):
+    context = TraceParent.parse(f"00-{TRACE}-{SPAN}-01", f"vendor=1,{state}")
+    assert context is not None
+    assert context.state == ""
 
 
 def test_a_child_stays_in_its_trace_and_keeps_flag_and_state():
