@@ -205,8 +205,10 @@ class Engine:
         return False
 
     def _wire_trace(self, key: RequestKey) -> WireTrace | None:
-        client = self._clients.get(key)
-        return client.trace.wire if client and client.trace and client.trace.parent.sampled else None
+        client, request = self._clients.get(key), self.state.requests.get(key) if self.state else None
+        if request is None or client is None or client.trace is None or not client.trace.parent.sampled:
+            return None
+        return client.trace.wire(started=request.timeline.first_token_ns > 0)
 
     # -- sessions -----------------------------------------------------------------------------------------------------------------
 
@@ -344,13 +346,13 @@ class Engine:
         self.kick()
 
     def tick(self) -> None:
-        """Called about once a second: requests that waited too long for any worker fail; windows follow readiness."""
+        """Called about twice a second: requests that waited too long for any worker fail; every session hears that the loop turns."""
         now = self._clock.monotonic_ns()
         if self.state is not None and not self._paces and now - self._without_worker_since > self._config.worker_grace * 1e9:
             error = TokenloomError(ErrorCode.NO_WORKER, "no worker came back in time", retry_after_ms=1000)
             self._publish(self.state.fail_all(list(self.state.requests.values()), error, now))
-            for session in self._sessions.values():
-                self._touch(session)
+        for session in self._sessions.values():
+            self._touch(session)
 
     @property
     def fencing_token(self) -> int:

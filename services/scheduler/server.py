@@ -138,7 +138,8 @@ class SchedulerProcess:
         if engine is not None:
             engine.drain()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(engine.idle.wait(), self.config.drain_timeout)
+                async with asyncio.timeout(self.config.drain_timeout):
+                    await engine.idle.wait()
             engine.end_all()
         for task in self._tasks:
             task.cancel()

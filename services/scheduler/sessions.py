@@ -173,7 +173,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 continue
             frame = session.outbox.take(session.id, self._owner.window(session))
             try:
-                await asyncio.wait_for(context.write(frame), STALL_SECONDS)
+                async with asyncio.timeout(STALL_SECONDS):  # not wait_for, which can forget that the session was closed
+                    await context.write(frame)
             except TimeoutError:
                 log.warning("gateway takes no frames; its session is lost", gateway=session.name, seconds=STALL_SECONDS)
                 return

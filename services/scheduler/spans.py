@@ -21,10 +21,9 @@ class RequestTrace:
     prefill_id: int = field(default_factory=new_span_id)
     decode_id: int = field(default_factory=new_span_id)
 
-    @property
-    def wire(self) -> WireTrace:
-        """What the worker is told."""
-        return WireTrace(self.parent.child(self.prefill_id), self.decode_id)
+    def wire(self, *, started: bool) -> WireTrace:
+        """What the worker is told. What a request that has `started` to give tokens computes again is part of its decode stage."""
+        return WireTrace(self.parent.child(self.decode_id if started else self.prefill_id), self.decode_id)
 
 
 def emit(tracer: Tracer, trace: RequestTrace, request: Request, clock: Clock) -> None:

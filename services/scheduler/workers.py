@@ -144,7 +144,9 @@ class WorkerLink:
 
     async def _read(self, call: Any, timeout: float) -> worker_pb2.RunResponse:
         try:
-            message = await asyncio.wait_for(call.read(), timeout)
+            # Not wait_for: Python 3.11's forgets a cancellation that arrives together with the result.
+            async with asyncio.timeout(timeout):
+                message = await call.read()
         except TimeoutError as error:
             raise LostWorker(f"the worker was silent for {timeout:.0f} s") from error
         if isinstance(message, worker_pb2.RunResponse):

@@ -34,6 +34,14 @@ async def mesh(tmp_path: Path) -> AsyncIterator[SchedulerMesh]:
         yield mesh
 
 
+async def test_a_session_hears_from_an_idle_scheduler(mesh: SchedulerMesh):
+    session = await mesh.session()
+    await session.until(lambda: session.frames)
+    heard = len(session.frames)
+    await session.until(lambda: len(session.frames) >= heard + 2)
+    assert all(frame.HasField("window") for frame in session.frames)
+
+
 async def refusal(session: SessionClient) -> ErrorCode:
     """Why the session was refused."""
     await session.until(lambda: session.over)

@@ -70,9 +70,16 @@ def test_the_stages_are_children_of_the_submits_context(state: SchedulerState, g
 def test_prefill_and_decode_have_the_ids_that_the_worker_was_told(state: SchedulerState, group: Group):
     trace = RequestTrace(PARENT, "")
     by_name = {span.name: span for span in emitted(served(state, group), trace)}
-    assert trace.wire.prefill.span_id == by_name["prefill"].context.span_id  # type: ignore[union-attr]
-    assert trace.wire.decode_span_id == by_name["decode"].context.span_id  # type: ignore[union-attr]
-    assert (trace.wire.prefill.trace_id, trace.wire.prefill.state) == (0xABC, "vendor=1")
+    wire = trace.wire(started=False)
+    assert wire.prefill.span_id == by_name["prefill"].context.span_id  # type: ignore[union-attr]
+    assert wire.decode_span_id == by_name["decode"].context.span_id  # type: ignore[union-attr]
+    assert (wire.prefill.trace_id, wire.prefill.state) == (0xABC, "vendor=1")
+
+
+def test_what_a_resumed_request_computes_again_lies_within_its_decode_stage():
+    trace = RequestTrace(PARENT, "")
+    wire = trace.wire(started=True)
+    assert (wire.prefill.span_id, wire.decode_span_id) == (trace.decode_id, trace.decode_id)
 
 
 def test_each_chunk_is_an_event_of_the_prefill(state: SchedulerState, group: Group):

@@ -1,0 +1,89 @@
+"""The stream to a worker: it ends when it is told to, whatever arrives at that moment."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from services.scheduler.workers import LostWorker, WorkerLink
+from tokenloom.worker.v1 import worker_pb2
+
+
+class _Call:
+    """A stream whose messages a test puts in."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[Any] = asyncio.Queue()
+        self.status = grpc.StatusCode.OK
+
+    async def read(self) -> Any:
+        return await self.messages.get()
+
+    async def code(self) -> grpc.StatusCode:
+        return self.status
+
+    async def initial_metadata(self) -> grpc.aio.Metadata:
+        return grpc.aio.Metadata()
+
+    async def trailing_metadata(self) -> grpc.aio.Metadata:
+        return grpc.aio.Metadata()
+
+    async def details(self) -> str:
+        return "gone"
+
+
+def link() -> WorkerLink:
+    return WorkerLink("unix:/nowhere", None, 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_message_that_arrives_with_the_cancellation_does_not_hide_it(turns: int):
+    call, worker = _Call(), link()
+
+    async def read_on() -> None:
+        while True:
+            await worker._read(call, 60.0)
+
+    task = asyncio.create_task(read_on())
+    await asyncio.sleep(0)
+    call.messages.put_nowait(worker_pb2.RunResponse())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=1.0)
+    task.cancel()
+    assert done, "the cancellation was forgotten"
+
+
+async def test_silence_is_a_loss():
+    with pytest.raises(LostWorker, match="silent"):
+        await link()._read(_Call(), 0.01)
+
+
+@pytest.mark.parametrize(("status", "error"), [(grpc.StatusCode.OK, LostWorker), (grpc.StatusCode.UNAVAILABLE, grpc.aio.AioRpcError)])
+async def test_a_stream_that_ended_is_a_loss_with_its_reason(status: grpc.StatusCode, error: type[Exception]):
+    call = _Call()
+    call.status = status
+    call.messages.put_nowait(grpc.aio.EOF)
+    with pytest.raises(error):
+        await link()._read(call, 1.0)
+
+
+def beat(running_us: int, epoch: int = 1) -> worker_pb2.RunResponse:
+    return worker_pb2.RunResponse(heartbeat=worker_pb2.Heartbeat(epoch=epoch, running_step=4, running_us=running_us))
+
+
+def test_a_step_that_runs_too_long_is_a_loss():
+    worker = link()
+    worker._dispatch(beat(999_999), 1)
+    with pytest.raises(LostWorker, match="step 4"):
+        worker._dispatch(beat(1_000_001), 1)
+
+
+def test_a_heartbeat_of_another_epoch_says_nothing():
+    worker = link()
+    worker._dispatch(beat(5_000_000, epoch=9), 1)
+    assert worker.heartbeat.running_step == 0
