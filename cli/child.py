@@ -90,7 +90,8 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
-            await asyncio.wait_for(self._ended.wait(), self.spec.stop_seconds)
+            async with asyncio.timeout(self.spec.stop_seconds):
+                await self._ended.wait()
             return True
         except TimeoutError:
             self.kill()

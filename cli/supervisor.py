@@ -112,7 +112,8 @@ class Supervisor:
                 restart_in_seconds=delay,
             )
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await self._stopping.wait()
 
     def _report_failure(self, failure: StartFailure) -> None:
         if not self.failure.done():

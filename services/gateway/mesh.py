@@ -103,6 +103,8 @@ class Mesh:
             found.append(_unready(ErrorCode.NO_WORKER, "the scheduler has not told what model it serves"))
         if table is None:
             found.append(_unready(ErrorCode.TOKENIZER_UNAVAILABLE, "no tokenizer has answered yet"))
+        elif not self.tokenizers.reachable:
+            found.append(_unready(ErrorCode.TOKENIZER_UNAVAILABLE, "no tokenizer can be reached now"))
         elif facts is not None and facts.fingerprints.tokenizer not in ("", table.fingerprint):
             found.append(
                 _unready(

@@ -5,13 +5,14 @@ The stages of a request with one choice touch each other and add up to its root 
     tokenize | transport | queue | prefill | decode | transport | stream
     (parse, admit, encode: gateway) (gateway) (---- scheduler's ----) (gateway) (until the last byte)
 
+Where a scheduler was lost on the way, `lost` lies before the first transport: all that came to nothing, until the last loss.
 queue, prefill and decode are emitted by the scheduler. The two transports lie between the two processes' clocks: where the
 scheduler's wall-clock instants do not fall into the gateway's, what its durations leave is split into halves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import SpanKind
@@ -20,7 +21,7 @@ from opentelemetry.util.types import AttributeValue
 from libs.clock import Clock
 from libs.errors import TokenloomError
 from libs.telemetry.logs import get_logger
-from libs.telemetry.tracing import SpanRecord, TraceParent, Tracer, new_span_id
+from libs.telemetry.tracing import SpanEvent, SpanRecord, TraceParent, Tracer, new_span_id
 from services.gateway.endings import finish_reason, label_of
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.streamer import Choice
@@ -33,7 +34,10 @@ _log = get_logger("gateway.request")
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A choice's way through the scheduler on the gateway's wall clock, in Unix nanoseconds."""
+    """A choice's way through the scheduler on the gateway's wall clock, in Unix nanoseconds.
+
+    `submitted_ns` is when its last attempt began: after the losses of schedulers, if there were any.
+    """
 
     submitted_ns: int
     received_ns: int
@@ -84,14 +88,17 @@ class RequestRecord:
         ended_ns = clock.unix_ns()
         offset = ended_ns - clock.monotonic_ns()
         hops = [
-            hop_of(choice.ticket.ending.timings, self.tokenized_ns, choice.ticket.ended_ns + offset)
+            hop_of(choice.ticket.ending.timings, self._submitted_ns(choice.ticket, offset), choice.ticket.ended_ns + offset)
             for choice in self.choices
             if choice.ticket.ending is not None
         ]
         self._count(metrics, hops, ended_ns)
         self._write_log(ended_ns)
         if tracer.enabled and self.context.sampled:
-            self._trace(tracer, hops, ended_ns)
+            self._trace(tracer, hops, ended_ns, offset)
+
+    def _submitted_ns(self, ticket: Ticket, offset: int) -> int:
+        return max(self.tokenized_ns, ticket.lost_ns[-1] + offset) if ticket.lost_ns else self.tokenized_ns
 
     def _count(self, metrics: GatewayMetrics, hops: list[Hop], ended_ns: int) -> None:
         if self.error is not None:
@@ -107,6 +114,8 @@ class RequestRecord:
     def _count_stages(self, metrics: GatewayMetrics, hop: Hop, ended_ns: int) -> None:
         timings = self.endings[0].timings
         metrics.observe_stage("tokenize", (self.tokenized_ns - self.started_ns) / 1e9)
+        if hop.submitted_ns > self.tokenized_ns:
+            metrics.observe_stage("lost", (hop.submitted_ns - self.tokenized_ns) / 1e9)
         metrics.observe_stage("transport", (hop.received_ns - hop.submitted_ns + hop.returned_ns - hop.ended_ns) / 1e9)
         metrics.observe_stage("queue", timings.queue_us / 1e6)
         metrics.observe_stage("prefill", timings.prefill_us / 1e6)
@@ -130,10 +139,14 @@ class RequestRecord:
             attempts=max((choice.ticket.attempt + 1 for choice in self.choices), default=0),
         )
 
-    def _trace(self, tracer: Tracer, hops: list[Hop], ended_ns: int) -> None:
+    def _trace(self, tracer: Tracer, hops: list[Hop], ended_ns: int, offset: int) -> None:
         self._trace_tokenize(tracer, ended_ns)
-        for index, hop in enumerate(hops):
+        tickets = [choice.ticket for choice in self.choices if choice.ticket.ending is not None]
+        for index, (hop, ticket) in enumerate(zip(hops, tickets, strict=True)):
             where: dict[str, AttributeValue] = {"tokenloom.choice": index}
+            if ticket.lost_ns:
+                events = [SpanEvent("scheduler_lost", lost + offset) for lost in ticket.lost_ns]
+                self._stage(tracer, "lost", self.tokenized_ns, hop.submitted_ns, where, events)
             self._stage(tracer, "transport", hop.submitted_ns, hop.received_ns, {**where, "tokenloom.direction": "to_scheduler"})
             self._stage(tracer, "transport", hop.ended_ns, hop.returned_ns, {**where, "tokenloom.direction": "from_scheduler"})
         if hops:
@@ -170,9 +183,11 @@ class RequestRecord:
             )
         )
 
-    def _stage(self, tracer: Tracer, name: str, start: int, end: int, attributes: Mapping[str, AttributeValue]) -> None:
+    def _stage(
+        self, tracer: Tracer, name: str, start: int, end: int, attributes: Mapping[str, AttributeValue], events: Sequence[SpanEvent] = ()
+    ) -> None:
         context = self.context.child(new_span_id())
-        tracer.emit(SpanRecord(name, context, self.context.span_id, start, end, attributes))
+        tracer.emit(SpanRecord(name, context, self.context.span_id, start, end, attributes, events))
 
     def _attributes(self) -> dict[str, AttributeValue]:
         endings = self.endings

@@ -22,7 +22,8 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.tickets import CancelReason, SessionBroken, Ticket, TicketBook
 from tokenloom.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-# Seconds. A scheduler that does not greet, or takes nothing off the stream for so long, counts as lost (PROTOCOL.md rule 21).
+# Seconds. A scheduler that says nothing (it speaks twice a second), or takes nothing off the stream for so long, counts as lost
+# (PROTOCOL.md rule 21).
 STALL_TIMEOUT = 10.0
 MIN_BACKOFF = 0.1
 MAX_BACKOFF = 2.0
@@ -109,7 +110,7 @@ class SchedulerSession:
         except SessionBroken as error:
             reason = str(error)
         except TimeoutError:
-            reason = f"the scheduler did not answer for {STALL_TIMEOUT:g} s"
+            reason = f"the scheduler was silent for {STALL_TIMEOUT:g} s"
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             reason = _describe(error)
         finally:
@@ -157,7 +158,8 @@ class SchedulerSession:
 
     async def _read(self, call: _Call) -> None:
         while True:
-            frame = await call.read()
+            async with asyncio.timeout(STALL_TIMEOUT):
+                frame = await call.read()
             if not isinstance(frame, scheduler_pb2.SchedulerFrame):
                 raise SessionBroken(await _status_of(call))
             if frame.session == self._session_id:
@@ -185,7 +187,9 @@ class SchedulerSession:
             self._metrics.session_losses.inc()
             self._book.lost(self._clock.monotonic_ns())
         if changed:
-            _log.warning("no session with the scheduler", scheduler=self._address, reason=reason, live_requests=len(self._book))
+            # Before the first session there is nothing to lose: the scheduler is still starting, and /ready says so.
+            log = _log.warning if self.facts is not None or was_up else _log.info
+            log("no session with the scheduler", scheduler=self._address, reason=reason, live_requests=len(self._book))
         return was_up
 
 

@@ -48,7 +48,8 @@ class Ticket:
     """One sequence from hand-over to ending.
 
     `submit` holds id, prompt, parameters and trace; attempt, output and remaining deadline are filled in when a frame is built.
-    `output` is every token received so far and `taken` how many of them its reader has seen. Instants are monotonic nanoseconds.
+    `output` is every token received so far and `taken` how many of them its reader has seen. Instants are monotonic nanoseconds;
+    `lost_ns` are those at which a scheduler was lost that had it.
     """
 
     submit: scheduler_pb2.Submit
@@ -58,7 +59,7 @@ class Ticket:
     state: TicketState = TicketState.WAITING
     attempt: int = 0
     accepted: bool = False
-    losses: int = 0
+    lost_ns: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     taken: int = 0
     cancel_reason: CancelReason.ValueType | None = None
@@ -251,10 +252,11 @@ class TicketBook:
             ticket.waiting_since_ns = now
         ticket.state, ticket.accepted = TicketState.WAITING, False
         ticket.attempt += 1
-        ticket.losses += int(lost)
+        if lost:
+            ticket.lost_ns.append(now)
         self._waiting[ticket.id] = ticket
-        if ticket.losses > MAX_LOSSES:
-            self._fail(ticket, now, f"the scheduler was lost {ticket.losses} times while it ran this request")
+        if len(ticket.lost_ns) > MAX_LOSSES:
+            self._fail(ticket, now, f"the scheduler was lost {len(ticket.lost_ns)} times while it ran this request")
         else:
             self._observer.resumed(ticket)
 

@@ -62,6 +62,12 @@ class TokenizerClient:
         """Closes all channels."""
         await asyncio.gather(*(replica.channel.close() for replica in self._replicas))
 
+    @property
+    def reachable(self) -> bool:
+        """Whether some replica is connected or may be soon. Asking also makes idle channels connect again."""
+        states = [replica.channel.get_state(try_to_connect=True) for replica in self._replicas]
+        return any(state is not grpc.ChannelConnectivity.TRANSIENT_FAILURE for state in states)
+
     async def encode(
         self, request: tokenizer_pb2.EncodeRequest, *, timeout: float | None, traceparent: str
     ) -> tokenizer_pb2.EncodeResponse:
@@ -130,7 +136,10 @@ class TokenizerClient:
                 return result
             finally:
                 replica.outstanding -= 1
-        raise TokenloomError(problem.code, problem.message, retry_after_ms=problem.retry_after_ms or 1000)
+        # What gRPC says of a broken connection names our own sockets: it is in the log, and no client's business.
+        gone = problem.code is ErrorCode.TOKENIZER_UNAVAILABLE
+        message = "no tokenizer can be reached now" if gone else problem.message
+        raise TokenloomError(problem.code, message, retry_after_ms=problem.retry_after_ms or 1000)
 
     def _pick(self, tried: set[Replica]) -> Replica | None:
         """The least busy replica not yet tried; those with an open circuit come last, the one that closes soonest first."""
@@ -149,4 +158,6 @@ class TokenizerClient:
         replica.closed_again_ns = self._clock.monotonic_ns() + round(pause * 1e9)
         self._metrics.tokenizer_failures.labels(address=replica.address).inc()
         if replica.failures == 1:
-            _log.warning("a tokenizer replica fails", address=replica.address, error=problem.message)
+            # Before one has ever answered they are still starting, and /ready says so.
+            log = _log.warning if self.table is not None else _log.info
+            log("a tokenizer replica fails", address=replica.address, error=problem.message)

@@ -235,3 +235,45 @@ async def test_tokenizers_that_are_not_those_of_the_model_are_not_ready_until_th
         tokenizer.table = FakeTokenizer().table
         await until(lambda: not gateway.mesh.obstacles())
         assert (await gateway.client.get("/ready")).status_code == 200
+
+
+async def test_a_scheduler_that_falls_silent_is_lost_and_its_requests_go_on(gateway, monkeypatch):
+    monkeypatch.setattr("services.gateway.session.STALL_TIMEOUT", 0.5)
+    gateway.scheduler.frozen = True
+    task = asyncio.create_task(gateway.complete("a", max_tokens=100))
+    frozen, submit = await gateway.scheduler.submitted.get()
+    frozen.emit(submit.id, ids_of("one"))  # heard with the old patience; what follows is not
+    session, submit = await gateway.scheduler.submitted.get()
+    assert session is not frozen
+    assert (submit.attempt, unpack_ids(submit.output_ids)) == (1, ids_of("one"))
+    session.emit(submit.id, [EOS])
+    session.emit(submit.id, [], ending=session.ending(submit.id))
+    assert (await task).json()["choices"][0]["text"] == "one"
+
+
+async def test_without_any_tokenizer_the_gateway_is_not_ready_and_tells_no_client_of_its_sockets(gateway):
+    await gateway.tokenizer.stop()
+    await until(lambda: gateway.mesh.obstacles())
+    assert [reason["code"] for reason in (await gateway.client.get("/ready")).json()["reasons"]] == ["tokenizer_unavailable"]
+    response = await gateway.chat()
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert "unix:" not in response.text
+
+
+async def test_a_start_before_the_others_warns_of_nothing_but_a_loss_afterwards_does(tmp_path, monkeypatch):
+    warned = []
+    for module in ("session", "tokenizer_client"):
+        monkeypatch.setattr(f"services.gateway.{module}._log.warning", lambda event, **_fields: warned.append(event))
+    addresses = {"scheduler_address": f"unix:{tmp_path}/later-s.sock", "tokenizer_address": [f"unix:{tmp_path}/later-t.sock"]}
+    scheduler, tokenizer = FakeScheduler(), FakeTokenizer()
+    async with running_gateway(tmp_path, wait_ready=False, **addresses) as gateway:
+        await until(lambda: "failed to connect" in gateway.mesh.session.window.not_ready_reason)
+        await scheduler.start(addresses["scheduler_address"])
+        await tokenizer.start(addresses["tokenizer_address"][0])
+        await until(lambda: not gateway.mesh.obstacles())
+        assert not warned
+        scheduler.session.close()
+        await until(lambda: bool(warned))
+        assert warned == ["no session with the scheduler"]
+        await scheduler.stop()
+        await tokenizer.stop()

@@ -153,6 +153,22 @@ async def test_a_clients_mistake_is_no_error_of_the_server(gateway):
     assert root.attributes["error.type"] == "invalid_request"
 
 
+async def test_the_time_that_a_lost_scheduler_cost_is_a_stage_of_its_own(gateway):
+    task = asyncio.create_task(gateway.complete("ab"))
+    first, _ = await gateway.scheduler.submitted.get()
+    first.close()
+    session, submit = await gateway.scheduler.submitted.get()
+    session.emit(submit.id, [EOS], ending=session.ending(submit.id))
+    await task
+    await gateway.until_idle()
+    await asyncio.to_thread(gateway.mesh.tracer.shutdown)
+    spans = {span.name: span for span in reversed(gateway.spans.finished)}
+    tokenize, lost, out = spans["tokenize"], spans["lost"], spans["transport"]
+    assert (tokenize.end_time, lost.end_time) == (lost.start_time, out.start_time)
+    assert [(event.name, event.timestamp) for event in lost.events] == [("scheduler_lost", lost.end_time)]
+    assert spans["POST /v1/completions"].attributes["tokenloom.attempts"] == 2
+
+
 async def test_each_prompt_has_its_own_transport(gateway):
     task = asyncio.create_task(gateway.complete(["a", "b"]))
     for _ in range(2):

@@ -164,7 +164,10 @@ class FakeSession:
 
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Accepts every submit and hands it to `behaviour`; cancels are answered with a CANCELLED ending unless `answers_cancels` is off."""
+    """Accepts every submit and hands it to `behaviour`; cancels are answered with a CANCELLED ending unless `answers_cancels` is off.
+
+    It speaks once a second even when nothing happens, unless it is `frozen`.
+    """
 
     def __init__(self, behaviour: Behaviour | None = None) -> None:
         self.behaviour = behaviour or say("hello")
@@ -172,6 +175,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.window = scheduler_pb2.Window(max_outstanding=64, max_outstanding_tokens=1_000_000, ready=True)
         self.answers_cancels = True
         self.accepts_sessions = True
+        self.frozen = False
         self.sessions: list[FakeSession] = []
         self.session_opened = asyncio.Event()
         self.submitted: asyncio.Queue[tuple[FakeSession, scheduler_pb2.Submit]] = asyncio.Queue()
@@ -208,12 +212,19 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         welcome = session.frame()
         welcome.welcome.CopyFrom(scheduler_pb2.Welcome(protocol_version=1, leader_token=1, model=self.model))
         yield welcome
-        reader = asyncio.create_task(self._read(session, request_iterator))
+        tasks = [asyncio.create_task(self._read(session, request_iterator)), asyncio.create_task(self._beat(session))]
         try:
             while (frame := await session.outbox.get()) is not None:
                 yield frame
         finally:
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
+
+    async def _beat(self, session: FakeSession) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            if not self.frozen:
+                session.put(session.frame())
 
     async def _read(self, session: FakeSession, frames: AsyncIterator[scheduler_pb2.GatewayFrame]) -> None:
         async for frame in frames:

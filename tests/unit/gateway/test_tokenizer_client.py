@@ -110,6 +110,20 @@ async def test_all_full_is_busy_and_all_dead_is_unavailable(tmp_path):
         with pytest.raises(TokenloomError) as caught:
             await encode(client)
         assert caught.value.code is ErrorCode.TOKENIZER_UNAVAILABLE
+        assert "unix:" not in caught.value.message
+
+
+async def test_it_is_reachable_as_long_as_one_replica_is_and_again_when_one_returns(tmp_path):
+    async with replicas(tmp_path) as (fakes, client):
+        await fakes[0].stop()
+        for _ in range(4):
+            await encode(client)
+        assert client.reachable
+        await fakes[1].stop()
+        await until(lambda: not client.reachable)
+        again = fakes[1] = FakeTokenizer()
+        await again.start(f"unix:{tmp_path}/1.sock")
+        await until(lambda: client.reachable)
 
 
 async def test_what_a_tokenizer_refuses_is_not_tried_elsewhere(tmp_path):
