@@ -53,9 +53,7 @@ def _serve(options: ServeOptions) -> int:
     port = gateway.port or choose(gateway.host, 0)
     run_directory = RunDirectory.claim(port)
     try:
-        if not is_free(gateway.host, port):
-            in_use = f"port {port} on {gateway.host} is in use by another program; choose one with --port"
-            raise TokenloomError(ErrorCode.UNAVAILABLE, in_use)
+        _check_port(gateway.host, port)
         model = catalog.resolve(options.model or None, None, _progress)
         mesh = plan(options, model, port, log_format, run_directory)
         output = Output(log_format)
@@ -72,6 +70,15 @@ def _check_host(host: str) -> None:
         is_free(host, 0)
     except OSError as error:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"--host {host}: {error}", param="host") from None
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        free = is_free(host, port)
+    except OSError as error:
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"--port {port}: {error.strerror}", param="port") from None
+    if not free:
+        raise TokenloomError(ErrorCode.UNAVAILABLE, f"port {port} on {host} is in use by another program; choose one with --port")
 
 
 def _log_format(options: ServeOptions) -> LogFormat:
@@ -103,14 +110,15 @@ async def _run(mesh: Mesh, output: Output) -> int:
             supervisor.mark_ready()
             output.say(banner(mesh, time.monotonic() - started))
             await stopped
-        if supervisor.failure.done() and not stop.is_set():
-            output.complain(_failure_text(supervisor.failure.result()))
-            return 1
-        return 0
+        failed = supervisor.failure.done() and not stop.is_set()
     finally:
         ready.cancel()
         stopped.cancel()
         await supervisor.stop()
+    if failed:
+        # Last, below what the other services said while they were ended.
+        output.complain(_failure_text(supervisor.failure.result()))
+    return int(failed)
 
 
 def _stop_on_signals(supervisor: Supervisor, output: Output) -> asyncio.Event:

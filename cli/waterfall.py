@@ -14,6 +14,8 @@ from libs.telemetry.trace_tree import Gap, SpanNode, build_tree, whole_ns
 # A gap is shown when it is this much of the whole, or this long (ns): smaller ones are the clocks' own grain.
 _GAP_SHARE, _GAP_NS = 0.01, 1_000_000
 _MAX_EVENTS = 12
+# Columns: the longest name shown, the shortest bar, and what service, at, took, share and all padding need ("scheduler", "359.31 ms").
+_MAX_NAME, _MIN_BAR, _FIXED = 44, 8, 9 + 9 + 9 + 6 + 6 * 2
 _COLOURS = {"gateway": "blue", "tokenizer": "cyan", "scheduler": "yellow", "worker": "green"}
 _EIGHTHS = "▏▎▍▌▋▊▉█"
 
@@ -22,11 +24,14 @@ def render(spans: Sequence[StoredSpan], width: int) -> RenderableType:
     """The waterfall of one trace, for a terminal `width` columns wide."""
     start_ns, end_ns = whole_ns(spans)
     whole = max(end_ns - start_ns, 1)
-    bar = max(width - 78, 16)
+    rows = build_tree(spans)
+    name = min(max(2 * row.depth + len(row.span.name) for row in rows if isinstance(row, SpanNode)), _MAX_NAME, width - _FIXED - _MIN_BAR)
+    bar = max(width - _FIXED - name, _MIN_BAR)
     table = Table(box=None, padding=(0, 1), expand=False)
-    for title, justify in (("span", "left"), ("service", "left"), ("at", "right"), ("took", "right"), ("share", "right"), ("", "left")):
-        table.add_column(title, justify=justify, no_wrap=True, max_width=44 if title == "span" else None)  # type: ignore[arg-type]
-    for row in build_tree(spans):
+    for title, justify in (("span", "left"), ("service", "left"), ("at", "right"), ("took", "right"), ("share", "right")):
+        table.add_column(title, justify=justify, no_wrap=True, max_width=max(name, 4) if title == "span" else None)  # type: ignore[arg-type]
+    table.add_column("", max_width=bar)
+    for row in rows:
         if isinstance(row, SpanNode):
             _add_span(table, row, start_ns, whole, bar)
         else:

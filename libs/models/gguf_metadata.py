@@ -22,7 +22,7 @@ class GGUFMetadata:
         """Raises TokenloomError(INVALID_REQUEST) when the file cannot be read as GGUF."""
         try:
             reader = GGUFReader(str(path))
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # the reader trusts the file: one that is cut off fails with whatever comes first
             raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{path} cannot be read as GGUF: {error}") from error
         self.path = path
         self._fields: Mapping[str, Any] = reader.fields
@@ -40,7 +40,10 @@ class GGUFMetadata:
             if default is _MISSING:
                 raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{self.path.name} has no metadata key {key}")
             return default  # type: ignore[no-any-return]
-        value = field.contents()
+        try:
+            value = field.contents()
+        except UnicodeDecodeError as error:
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{self.path.name}: metadata key {key} is not UTF-8: {error}") from error
         if kind is float and isinstance(value, int | float):
             # Stored as float32: the shortest decimal that reads back as the same float32 is what the author wrote (1e-05).
             value = float(str(np.float32(value)))

@@ -48,7 +48,7 @@ def configure(service: str, instance: str, *, level: str = "info", log_format: s
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(_LEVELS[level])
-    for noisy in ("uvicorn.access", "httpx", "asyncio"):
+    for noisy in ("uvicorn.access", "uvicorn.error", "httpx", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

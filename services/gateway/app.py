@@ -1,4 +1,4 @@
-"""The ASGI application: routes, and the three things that surround all of them (counting, CORS, keys)."""
+"""The ASGI application: routes, and what surrounds all of them (counting, request ids, CORS, keys)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from services.gateway.api.endpoint import GenerationEndpoint
 from services.gateway.api.ops import error_response, routes
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.request_id import EchoRequestId
 
 
 def new_app(mesh: Mesh) -> Starlette:
     """The gateway's application. Middleware is plain ASGI: BaseHTTPMiddleware would hide a client's departure."""
     config = mesh.config
-    middleware = [Middleware(CountResponses, metrics=mesh.metrics)]
+    middleware = [Middleware(CountResponses, metrics=mesh.metrics), Middleware(EchoRequestId)]
     if config.allowed_origins:
         cors = Middleware(
             CORSMiddleware,

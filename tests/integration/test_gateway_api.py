@@ -224,6 +224,16 @@ async def test_request_ids_are_echoed_or_made(gateway):
     assert failed.headers["x-request-id"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/models", 200), ("GET", "/health", 200), ("GET", "/nothing", 404), ("DELETE", "/v1/completions", 405)],
+)
+async def test_every_response_echoes_the_request_id(gateway, method, path, status):
+    response = await gateway.client.request(method, path, headers={"x-request-id": "mine"})
+    assert (response.status_code, response.headers.get_list("x-request-id")) == (status, ["mine"])
+    assert len((await gateway.client.request(method, path)).headers["x-request-id"]) == 32
+
+
 async def test_models_are_listed_under_all_their_names(tmp_path):
     async with running_gateway(tmp_path, served_model_name=["tiny", "org/tiny"]) as gateway:
         listed = (await gateway.client.get("/v1/models")).json()
@@ -244,7 +254,8 @@ async def test_health_and_version_answer(gateway):
 
 async def test_keys_protect_v1_and_nothing_else(tmp_path):
     async with running_gateway(tmp_path, api_key=["secret", "other"]) as gateway:
-        refused = await gateway.chat()
+        refused = await gateway.client.post("/v1/chat/completions", json={}, headers={"x-request-id": "mine"})
+        assert refused.headers["x-request-id"] == "mine"
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "unauthorized")
         assert refused.headers["www-authenticate"] == "Bearer"
         for header in ("Bearer wrong", "Basic secret", "secret", "Bearer", "Bearer secret extra"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import string
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,14 +21,13 @@ from services.gateway.endings import error_of_cancel
 from services.gateway.generate import Generation
 from services.gateway.mesh import Mesh
 from services.gateway.record import RequestRecord
+from services.gateway.request_id import HEADER, request_id_of
 from services.gateway.streamer import Change, Choice
 from services.gateway.tickets import CancelReason
 from services.gateway.wanted import Wanted
 
-_MAX_REQUEST_ID = 128
 # Characters; what the W3C recommendation asks everybody to carry.
 _MAX_TRACESTATE = 512
-_REQUEST_ID_CHARS = frozenset(string.ascii_letters + string.digits + "-_.:/+=@")
 
 _log = get_logger("gateway.api")
 
@@ -66,7 +63,7 @@ class _Exchange:
         self._mesh, self._api, self._connection = mesh, api, connection
         self._record = _new_record(mesh, api, connection)
         context, request_id = self._record.context, self._record.request_id
-        self._headers: Headers = [(b"x-request-id", request_id.encode()), (b"traceparent", str(context).encode())]
+        self._headers: Headers = [(HEADER, request_id.encode()), (b"traceparent", str(context).encode())]
         structlog.contextvars.bind_contextvars(request_id=request_id, trace_id=f"{context.trace_id:032x}")
         self._generation: Generation | None = None
 
@@ -192,9 +189,7 @@ def _require_json(connection: Connection) -> None:
 
 
 def _new_record(mesh: Mesh, api: Api, connection: Connection) -> RequestRecord:
-    request_id = connection.header(b"x-request-id")
-    if not request_id or len(request_id) > _MAX_REQUEST_ID or not _REQUEST_ID_CHARS.issuperset(request_id):
-        request_id = uuid.uuid4().hex
+    request_id = request_id_of(connection.header(HEADER))
     state = connection.header(b"tracestate")
     parent = TraceParent.parse(connection.header(b"traceparent"), state if len(state) <= _MAX_TRACESTATE else "")
     fresh = TraceParent.new(sampled=mesh.tracer.enabled)

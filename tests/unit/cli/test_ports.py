@@ -40,6 +40,24 @@ def test_a_host_that_does_not_resolve_is_an_os_error():
         is_free("no such host", 80)
 
 
+def test_an_address_of_another_machine_is_an_os_error_and_not_a_port_in_use():
+    with pytest.raises(OSError, match="Cannot assign"):
+        is_free("192.0.2.1", 0)
+
+
+def test_a_port_that_needs_privileges_is_an_os_error_and_never_chosen(monkeypatch):
+    class Forbidding(socket.socket):
+        def bind(self, address):
+            if address[1]:
+                raise PermissionError(13, "Permission denied")
+            super().bind(address)
+
+    monkeypatch.setattr("cli.ports.socket.socket", Forbidding)
+    with pytest.raises(PermissionError):
+        is_free("127.0.0.1", 80)
+    assert choose("127.0.0.1", 80) not in (0, 80)
+
+
 @pytest.mark.parametrize(
     ("listening", "reached"),
     [("0.0.0.0", "127.0.0.1"), ("", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("10.0.0.1", "10.0.0.1"), ("localhost", "localhost")],

@@ -32,6 +32,18 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
 """
 
 
+LEAVES_WITH_WORDS = """
+import signal, sys
+
+def leave(*_):
+    print("leaving", flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, leave)
+signal.pause()
+"""
+
+
 @pytest.fixture
 def base(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENLOOM_RUN_DIR", str(tmp_path))
@@ -94,14 +106,14 @@ async def test_a_service_that_ends_before_the_mesh_is_ready_ends_it_with_1_and_i
         deaf.listen()
         port = deaf.getsockname()[1]
         worker = ServiceSpec("worker", (sys.executable, "-c", "print('cannot fit the model'); raise SystemExit(3)"))
-        waiting = ServiceSpec("gateway", (sys.executable, "-c", "import time; time.sleep(600)"))
+        waiting = ServiceSpec("gateway", (sys.executable, "-c", LEAVES_WITH_WORDS))
         mesh = Mesh((waiting, worker), GatewayConfig(port=port), {}, base)
         err = io.StringIO()
         output = Output("json", out=io.StringIO(), err=err)
         code = await asyncio.wait_for(serve_command._run(mesh, output), 60)
         output.close()
     assert code == 1
-    assert "worker ended with exit code 3 before the mesh was ready\n  worker | cannot fit the model" in err.getvalue()
+    assert err.getvalue().endswith("worker ended with exit code 3 before the mesh was ready\n  worker | cannot fit the model\n")
 
 
 async def test_a_service_that_memory_ran_out_for_is_given_a_hint():
@@ -132,6 +144,7 @@ def test_a_second_mesh_on_a_port_is_refused_before_a_model_is_looked_for(base, p
     ("args", "words"),
     [
         (["--host", "no such host"], "--host no such host: "),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1: "),
         (["--api-key", "a", "--otlp-endpoint", "http://a:4317"], "OTLP/gRPC only"),
         (["/nonexistent/model"], "'/nonexistent/model' is neither a model directory"),
     ],

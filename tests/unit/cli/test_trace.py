@@ -58,6 +58,17 @@ def test_the_waterfall_shows_spans_gaps_shares_events_and_errors(store):
     assert any(line.startswith("· preempted 30.00 ms reason=no_blocks") for line in lines)
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_time_is_cut_off_however_narrow_the_terminal(width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    long = span(4, 3, "worker.decode_" + "x" * 60, "scheduler", 20, 100, events=(StoredEvent("slow", BASE, {"why": "y" * 300}),))
+    console.print(render([*request(), long], width))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum("100.00 ms" in line and "100.0%" in line for line in lines) == 1
+    assert sum("80.00 ms" in line and "80.0%" in line and "scheduler" in line for line in lines) == 2
+
+
 def test_json_has_times_in_microseconds_from_the_start_and_the_gaps(store):
     store.add(request())
     result = run("chatcmpl-1", "--json")

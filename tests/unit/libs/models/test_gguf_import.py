@@ -232,3 +232,22 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"not a gguf at all, but long enough to hold a header")
     with pytest.raises(TokenloomError, match="cannot be read as GGUF"):
         GGUFMetadata(tmp_path / "x.gguf")
+
+
+def test_a_file_that_is_cut_off_anywhere_is_refused_and_named(tmp_path):
+    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for size in [*range(0, 400, 7), *range(400, len(whole), len(whole) // 40)]:
+        cut.write_bytes(whole[:size])
+        target = tmp_path / f"{size}"
+        target.mkdir()
+        with pytest.raises(TokenloomError, match=r"cut\.gguf") as caught:
+            import_gguf(cut, target, name="m")
+        assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_text_that_is_no_utf8_is_refused_and_the_key_named(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", general__name="NOTUTF8", tokenizer__chat_template="NOTUTF8")
+    path.write_bytes(path.read_bytes().replace(b"NOTUTF8", b"NOTUTF\xff"))
+    with pytest.raises(TokenloomError, match=r"tokenizer\.chat_template is not UTF-8"):
+        GGUFMetadata(path).get("tokenizer.chat_template", str)
