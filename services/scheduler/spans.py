@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from libs.clock import Clock
 from libs.telemetry.tracing import SpanEvent, SpanRecord, TraceParent, Tracer, new_span_id
 from services.scheduler.convert import WireTrace
-from services.scheduler.core.request import Request, RequestEvent
+from services.scheduler.core.request import CancelReason, Ending, Request, RequestEvent
+from services.scheduler.core.stopping import FinishReason
 
 _QUEUE, _PREFILL, _DECODE = "queue", "prefill", "decode"
 
@@ -27,7 +28,10 @@ class RequestTrace:
 
 
 def emit(tracer: Tracer, trace: RequestTrace, request: Request, clock: Clock) -> None:
-    """Emits the stages that an ended request went through. Each event belongs to the stage it happened in."""
+    """Emits the stages that an ended request went through. Each event belongs to the stage it happened in.
+
+    One that was ended from outside says so with its last event: `cancelled`, and why.
+    """
     line = request.timeline
     offset = clock.unix_ns() - clock.monotonic_ns()
     dispatched, first = line.dispatched_ns or line.ended_ns, line.first_token_ns or line.ended_ns
@@ -36,10 +40,11 @@ def emit(tracer: Tracer, trace: RequestTrace, request: Request, clock: Clock) ->
         stages.append((_PREFILL, trace.prefill_id, dispatched, first))
     if line.first_token_ns:
         stages.append((_DECODE, trace.decode_id, first, line.ended_ns))
+    happened = [*line.events, *_cancelled(request)]
     error = request.ending.error.message if request.ending and request.ending.error else None
     for index, (name, span_id, start, end) in enumerate(stages):
         last = index == len(stages) - 1
-        events = [_event(event, offset) for event in line.events if start <= event.at_ns < end or (last and event.at_ns >= end)]
+        events = [_event(event, offset) for event in happened if start <= event.at_ns < end or (last and event.at_ns >= end)]
         tracer.emit(
             SpanRecord(
                 name,
@@ -53,6 +58,16 @@ def emit(tracer: Tracer, trace: RequestTrace, request: Request, clock: Clock) ->
                 remote_parent=True,
             )
         )
+
+
+def _cancelled(request: Request) -> list[RequestEvent]:
+    match request.ending:
+        case Ending(reason=FinishReason.CANCELLED, cancel=CancelReason() as why):
+            return [RequestEvent("cancelled", request.timeline.ended_ns, why.value)]
+        case Ending(reason=FinishReason.DEADLINE):
+            return [RequestEvent("cancelled", request.timeline.ended_ns, CancelReason.TIMEOUT.value)]
+        case _:
+            return []
 
 
 def _attributes(stage: str, request: Request) -> dict[str, str | int]:

@@ -129,6 +129,20 @@ def test_one_cancelled_while_waiting_has_a_queue_stage_only(state: SchedulerStat
     assert [(span.name, span.start_time, span.end_time) for span in stages] == [("queue", 100, 700)]
 
 
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        (Ending(FinishReason.CANCELLED, cancel=CancelReason.SLOW_READER), "slow_reader"),
+        (Ending(FinishReason.DEADLINE), "timeout"),
+    ],
+)
+def test_one_ended_from_outside_says_so_and_why_with_its_last_event(state: SchedulerState, ending: Ending, reason: str):
+    request = submit(state, [1] * 40)
+    state.finish(request, ending, 700, Effects())
+    (event,) = emitted(request)[-1].events
+    assert (event.name, event.timestamp, dict(event.attributes or {})) == ("cancelled", 700, {"tokenloom.reason": reason})
+
+
 def test_one_cancelled_during_prefill_has_no_decode(state: SchedulerState, group: Group):
     request = submit(state, [1] * 60)
     request.timeline.received_ns = 100
