@@ -113,6 +113,9 @@ class SchedulerSession:
             reason = f"the scheduler was silent for {STALL_TIMEOUT:g} s"
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             reason = _describe(error)
+        except Exception as error:  # a bug here or nonsense from there must not leave the gateway without a session for good
+            _log.exception("the session with the scheduler broke", scheduler=self._address)
+            reason = f"{type(error).__name__}: {error}"
         finally:
             call.cancel()
             was_up = self._down(reason)

@@ -277,3 +277,17 @@ async def test_a_start_before_the_others_warns_of_nothing_but_a_loss_afterwards_
         assert warned == ["no session with the scheduler"]
         await scheduler.stop()
         await tokenizer.stop()
+
+
+async def test_a_fault_while_a_frame_is_read_costs_the_session_and_no_request(gateway, monkeypatch):
+    task = asyncio.create_task(gateway.complete("a", max_tokens=100))
+    session, submit = await gateway.scheduler.submitted.get()
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway.mesh.book, "receive", lambda *_: 1 // 0)
+        session.emit(submit.id, ids_of("one"))
+        await until(lambda: not gateway.mesh.session.up)
+    session, submit = await gateway.scheduler.submitted.get()
+    assert submit.attempt == 1
+    session.emit(submit.id, [*ids_of("two"), EOS])
+    session.emit(submit.id, [], ending=session.ending(submit.id))
+    assert (await task).json()["choices"][0]["text"] == "two"
