@@ -52,9 +52,10 @@ class _Slot:
     length: int
     blocks: list[int]
     params: SamplingParams
+    spoiled: bool = False
 
     def copy(self) -> _Slot:
-        return _Slot(list(self.tokens), self.prompt, self.length, list(self.blocks), self.params)
+        return _Slot(list(self.tokens), self.prompt, self.length, list(self.blocks), self.params, self.spoiled)
 
 
 class BlockContentError(AssertionError):
@@ -76,8 +77,14 @@ class ModelWorker:
     def __post_init__(self) -> None:
         self.blocks = [[None] * BLOCK_SIZE for _ in range(self.num_blocks)]
 
-    def run(self, batch: worker_pb2.StepBatch, *, fail: bool = False) -> worker_pb2.StepResult:
-        """Runs a batch if its predecessor completed; `fail`: it breaks halfway and leaves slots as they were, block contents undefined."""
+    def run(
+        self, batch: worker_pb2.StepBatch, *, fail: bool = False, spoil: int | None = None, outcome: int = worker_pb2.ROW_OUTCOME_FAILED
+    ) -> worker_pb2.StepResult:
+        """Runs a batch if its predecessor completed.
+
+        `fail`: it breaks halfway and leaves slots as they were, block contents undefined. `spoil`: that row (modulo their number) ends
+        with `outcome`, and from then on its slot yields rubbish that claims to be well.
+        """
         result = worker_pb2.StepResult(epoch=batch.epoch, number=batch.number)
         if batch.epoch != self.epoch or (batch.predecessor and batch.predecessor != self.completed):
             result.outcome = worker_pb2.BATCH_OUTCOME_NOT_RUN
@@ -87,19 +94,32 @@ class ModelWorker:
             self.slots.pop(slot, None)
         for entry in batch.opens:
             self._open(entry)
+        spoilt = None if spoil is None else spoil % len(batch.slots)
+        if spoilt is not None:
+            self.slots[batch.slots[spoilt]].spoiled = True
         tokens = self._rows(batch)
         if fail:
+            self._scramble(batch)
             self.slots = before
             result.outcome = worker_pb2.BATCH_OUTCOME_FAILED
             return result
         self.completed = batch.number
         self.steps.append((len(tokens), sum(batch.counts)))
         result.outcome = worker_pb2.BATCH_OUTCOME_OK
-        result.row_outcomes = bytes([worker_pb2.ROW_OUTCOME_OK] * len(tokens))
+        if spoilt is not None:
+            tokens[spoilt] = []
+        result.row_outcomes = bytes(outcome if index == spoilt else worker_pb2.ROW_OUTCOME_OK for index in range(len(tokens)))
         result.token_counts.extend(len(row) for row in tokens)
         result.token_ids = pack_ids(itertools.chain.from_iterable(tokens))
         result.timings.forward_us, result.timings.total_us = 1000, 1100
         return result
+
+    def _scramble(self, batch: worker_pb2.StepBatch) -> None:
+        """What a broken batch leaves in the blocks that it wrote."""
+        for index, count in zip(batch.slots, batch.counts, strict=True):
+            slot = self.slots[index]
+            for position in range(slot.length - count, slot.length):
+                self.blocks[slot.blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE] = None
 
     def _open(self, entry: worker_pb2.Open) -> None:
         assert entry.slot < self.num_slots
@@ -121,6 +141,8 @@ class ModelWorker:
         slot = self.slots[index]
         slot.blocks.extend(new_blocks)
         end = slot.length + count
+        if slot.spoiled:
+            return self._rubbish(slot, end, sample)
         assert end <= len(slot.tokens), "a row computes tokens that nobody knows"
         assert len(set(slot.blocks)) == len(slot.blocks), "a block stands twice in a block table"
         for position in range(slot.length, end):
@@ -132,6 +154,12 @@ class ModelWorker:
         assert end == len(slot.tokens), "a row samples before its last known token"
         slot.tokens.append(next_token(slot.tokens, len(slot.tokens) - slot.prompt, slot.params))
         return [slot.tokens[-1]]
+
+    def _rubbish(self, slot: _Slot, end: int, sample: bool) -> list[int]:
+        for position in range(slot.length, end):
+            self.blocks[slot.blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE] = None
+        slot.length = end
+        return [VOCABULARY - 1] if sample else []
 
     def _check_read(self, slot: _Slot, end: int) -> None:
         held = itertools.chain.from_iterable(self.blocks[block] for block in slot.blocks)
