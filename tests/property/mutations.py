@@ -144,8 +144,6 @@ MUTATIONS = [
 _NO_SHRINKING = Mutation(
     "", "", PROPERTY_TEST, "max_examples=150,\n    phases=list(Phase),", "max_examples=600,\n    phases=[Phase.generate],"
 )
-    "", "", PROPERTY_TEST, "    max_examples=150,\n    phases=list(Phase),", "    max_examples=600,\n    phases=[Phase.generate],"
-)
 
 
 def mutate(mutation: Mutation, root: Path) -> None:
