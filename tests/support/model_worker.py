@@ -94,7 +94,7 @@ class ModelWorker:
             self.slots.pop(slot, None)
         for entry in batch.opens:
             self._open(entry)
-        spoilt = None if spoil is None else spoil % len(batch.slots)
+        spoilt = None if spoil is None or not batch.slots else spoil % len(batch.slots)
         if spoilt is not None:
             self.slots[batch.slots[spoilt]].spoiled = True
         tokens = self._rows(batch)

@@ -15,7 +15,7 @@ from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import FinishReason
 
 # Outcomes of rows whose tokens were computed: their blocks hold what their names say.
-_COMPUTED = frozenset({RowOutcome.OK, RowOutcome.CONSTRAINT_COMPLETE, RowOutcome.DEAD_END})
+_COMPUTED = (RowOutcome.OK, RowOutcome.CONSTRAINT_COMPLETE, RowOutcome.DEAD_END)
 _ROW_ERRORS = {
     RowOutcome.DEAD_END: (ErrorCode.DEAD_END, "the constraint allows no further token"),
     RowOutcome.NON_FINITE: (ErrorCode.NON_FINITE, "the model's output was not finite"),
@@ -79,7 +79,7 @@ def _apply_row(
     effects: Effects,
 ) -> None:
     request = row.request
-    if outcome in _ROW_ERRORS:
+    if outcome is not RowOutcome.OK and outcome in _ROW_ERRORS:
         code, message = _ROW_ERRORS[outcome]
         state.finish(request, Ending(FinishReason.FAILED, error=TokenloomError(code, message)), now_ns, effects)
     elif outcome is RowOutcome.NOT_RUN:
@@ -124,12 +124,12 @@ def extend_names(request: Request) -> None:
 
 
 def _publish_outputs(group: Group, request: Request) -> None:
-    if not request.cacheable:
+    residency = request.residency
+    if residency is None or not request.cacheable or residency.group != group.name:
+        return
+    if residency.computed < (residency.published + 1) * BLOCK_SIZE:
         return
     extend_names(request)
-    residency = request.residency
-    if residency is None or residency.group != group.name:
-        return
     for index in range(residency.published, min(residency.computed // BLOCK_SIZE, len(request.block_names))):
         group.ledger.publish(residency.blocks[index], request.block_names[index])
         residency.published = index + 1

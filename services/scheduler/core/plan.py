@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from libs.errors import TokenloomError
 from services.scheduler.core.request import Request, Residency
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PlannedRow:
     """One sequence's share of a step: tokens [start, start + count), and whether the last position is sampled.
 
@@ -106,8 +107,7 @@ class StepOutcome:
     timings: StepTimings = StepTimings()
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """New output tokens of a request; `first_index` is the output index of the first."""
 
     request: Request

@@ -8,7 +8,7 @@ after Yu et al. 2022 ("Orca").
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from libs.blocks import BLOCK_SIZE, blocks_for
 from services.scheduler.core.ledger import Hit
@@ -30,8 +30,7 @@ def plan(state: SchedulerState, group: Group, now_ns: int) -> StepPlan | None:
     if not group.can_dispatch or group.broken or (isolated and group.in_flight):
         return None
     draft = _Draft(state, group, isolated, now_ns)
-    draft.add_running(prefills=False)
-    draft.add_running(prefills=True)
+    draft.add_running()
     draft.admit_waiting()
     return draft.finish()
 
@@ -62,39 +61,43 @@ class _Draft:
         counters.mixed_steps += self._plan.is_mixed
         return self._plan
 
-    def add_running(self, *, prefills: bool) -> None:
-        """Rows for the requests that run already, decodes or prefills, in the order of their admission."""
+    def add_running(self) -> None:
+        """Rows for the requests that run already: decodes, then prefills, both in the order of their admission."""
+        prefills: list[Request] = []
         for request in list(self._group.running):
-            if request.state is not RequestState.RUNNING or not request.remaining or request.is_prefill is not prefills:
+            residency = request.residency  # None: it was preempted a moment ago
+            if residency is None or not (remaining := request.remaining):
                 continue
-            if not self._may_run(request):
-                request.wait(WaitReason.QUARANTINE, self._now)
-            elif self._budget < 1:
-                request.wait(WaitReason.TOKEN_BUDGET, self._now)
-            elif self._far_enough(request):
-                self._advance(request)
+            if remaining > 1 or residency.planned < len(request.prompt_ids):
+                prefills.append(request)
+            else:
+                self._advance(request, residency, remaining, prefill=False)
+        for request in prefills:
+            if request.residency is not None:
+                self._advance(request, request.residency, request.remaining, prefill=True)
 
     def _may_run(self, request: Request) -> bool:
         return self._state.quarantine.may_run(request, isolated=self._isolated)
 
-    def _far_enough(self, request: Request) -> bool:
-        residency = request.residency
-        return residency is not None and (
-            not residency.last_batch or self._number - residency.last_batch >= self._group.feed_forward_distance
-        )
-
-    def _advance(self, request: Request) -> None:
-        residency = request.residency
-        count = self._chunk(request.remaining)
-        if residency is None or not count:
+    def _advance(self, request: Request, residency: Residency, remaining: int, *, prefill: bool) -> None:
+        """A row for a running request, or why it has none."""
+        if not self._may_run(request):
+            request.wait(WaitReason.QUARANTINE, self._now)
+            return
+        count = self._chunk(remaining)
+        if not count:
             request.wait(WaitReason.TOKEN_BUDGET, self._now)
             return
-        missing = max(0, blocks_for(residency.planned + count) - len(residency.blocks))
-        if missing and not self._make_room(request, residency, missing):
+        if residency.last_batch and self._number - residency.last_batch < self._group.feed_forward_distance:
             return
-        fresh = self._group.ledger.allocate(missing)
-        residency.blocks.extend(fresh)
-        self._add_row(request, residency, count, fresh)
+        missing = blocks_for(residency.planned + count) - len(residency.blocks)
+        fresh: Sequence[int] = ()
+        if missing > 0:
+            if not self._make_room(request, residency, missing):
+                return
+            fresh = self._group.ledger.allocate(missing)
+            residency.blocks.extend(fresh)
+        self._add_row(request, residency, count, fresh, sample=count == remaining, prefill=prefill)
 
     def _chunk(self, wanted: int) -> int:
         """Tokens of `wanted` that fit the budget; without chunked prefill all or none."""
@@ -116,10 +119,8 @@ class _Draft:
                 return False
         return True
 
-    def _add_row(self, request: Request, residency: Residency, count: int, fresh: list[int]) -> None:
+    def _add_row(self, request: Request, residency: Residency, count: int, fresh: Sequence[int], *, sample: bool, prefill: bool) -> None:
         start, end = residency.planned, residency.planned + count
-        prefill = request.is_prefill
-        sample = end == request.planned_known
         named = self._name_full_blocks(request, residency, end)
         self._plan.rows.append(PlannedRow(request, residency, start, count, sample, fresh, named, prefill))
         residency.planned, residency.last_batch = end, self._number
@@ -130,10 +131,10 @@ class _Draft:
             request.timeline.note(RequestEvent("chunk", self._now, amount=count))
         self._budget -= count
 
-    def _name_full_blocks(self, request: Request, residency: Residency, end: int) -> list[tuple[int, bytes]]:
+    def _name_full_blocks(self, request: Request, residency: Residency, end: int) -> Sequence[tuple[int, bytes]]:
         first, last = residency.published, min(end // BLOCK_SIZE, len(request.block_names))
         if first >= last:
-            return []
+            return ()
         named = list(zip(residency.blocks[first:last], request.block_names[first:last], strict=True))
         for block, name in named:
             self._group.ledger.name_pending(block, name, self._number)
@@ -229,4 +230,4 @@ class _Draft:
             raise ValueError(f"request {request.key} was admitted without a place")
         residency.opened = True
         self._plan.opens.append(PlannedOpen(request, residency, computed, tuple(residency.blocks)))
-        self._add_row(request, residency, count, [])
+        self._add_row(request, residency, count, (), sample=computed + count == request.known, prefill=True)

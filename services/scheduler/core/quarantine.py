@@ -38,6 +38,8 @@ class Quarantine:
 
     def may_run(self, request: Request, *, isolated: bool) -> bool:
         """Whether the request may stand in the next batch of a group that is isolated or not."""
+        if not self._sets:
+            return True
         return request in self.suspects if isolated else not any(request in suspects for suspects in self._sets)
 
     def accuse(self, suspects: Iterable[Request], group: str) -> Request | None:
@@ -57,10 +59,10 @@ class Quarantine:
         return None
 
     def clear(self, requests: Iterable[Request]) -> None:
-        """A batch with these requests succeeded: they are innocent."""
-        for request in requests:
-            request.crashes = 0
-            if self._sets:
+        """A batch with these requests succeeded: they are innocent. Who has crashed alone is in a set until then."""
+        if self._sets:
+            for request in requests:
+                request.crashes = 0
                 self.discard(request)
 
     def discard(self, request: Request) -> None:

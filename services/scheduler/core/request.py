@@ -189,14 +189,10 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens that a step could compute now: 1 for a decode, more for a prefill, 0 when the rest is in flight or nothing may follow."""
-        if self.residency is None or not self.may_sample:
+        residency, outputs = self.residency, len(self.output_ids) + self.unresolved_samples
+        if residency is None or outputs >= self.stops.max_output:
             return 0
-        return self.planned_known - self.residency.planned
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether tokens beyond the one sampled last are still to be computed."""
-        return self.remaining > 1 or (self.residency is not None and self.residency.planned < len(self.prompt_ids))
+        return len(self.prompt_ids) + outputs - residency.planned
 
     def move(self, state: RequestState) -> None:
         """Changes the state. Raises ValueError for a transition that the table does not know."""

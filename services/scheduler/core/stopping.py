@@ -49,21 +49,17 @@ class StopRules:
 class StopTracker:
     """The stopping state of one request: a pure function of its parameters and outputs, rebuilt by replay on resumption."""
 
-    __slots__ = ("_eos", "_matcher", "_max_output", "_params", "_rules", "_stop_ids")
+    __slots__ = ("_eos", "_matcher", "_params", "_rules", "_stop_ids", "max_output")
 
     def __init__(self, rules: StopRules, params: SamplingParams, prompt_tokens: int) -> None:
         self._rules = rules
         self._params = params
-        self._max_output = min(params.max_tokens, rules.max_model_len - prompt_tokens)
+        # Most output tokens the request may have: its max_tokens, or what the context leaves.
+        self.max_output = min(params.max_tokens, rules.max_model_len - prompt_tokens)
         eos = () if params.ignore_eos else rules.eos_token_ids
         self._eos = eos[0] if eos else None
         self._stop_ids = frozenset((*eos[1:], *params.stop_token_ids))
         self._matcher = StopMatcher(rules.table, params.stop) if params.stop else None
-
-    @property
-    def max_output(self) -> int:
-        """Most output tokens the request may have: its max_tokens, or what the context leaves."""
-        return self._max_output
 
     def push(self, token: int, outputs: Sequence[int]) -> Stop | None:
         """Takes the next output token (already the last of `outputs`); returns the stop it brings, if any."""
@@ -75,7 +71,7 @@ class StopTracker:
             return Stop(FinishReason.STOP, stop_token=token, keep_bytes=self._bytes_before(outputs))
         if match:
             return Stop(FinishReason.STOP, stop_string=match.stop, keep_bytes=match.keep_bytes)
-        return Stop(FinishReason.LENGTH) if len(outputs) >= self._max_output else None
+        return Stop(FinishReason.LENGTH) if len(outputs) >= self.max_output else None
 
     def _bytes_before(self, outputs: Sequence[int]) -> int:
         return len(OutputBytes(self._rules.table).push(outputs[:-1]))
