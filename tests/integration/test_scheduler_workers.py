@@ -163,12 +163,13 @@ async def test_a_hung_worker_is_dropped_and_its_requests_go_elsewhere(tmp_path: 
 
 
 async def test_a_silent_worker_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workers, "HEARTBEAT_TIMEOUT", 0.02)  # the fake's heart beats every 50 ms
+    monkeypatch.setattr(workers, "HEARTBEAT_TIMEOUT", 0.05)
     async with SchedulerMesh(tmp_path) as mesh:
-        worker = await mesh.worker()
+        worker = await mesh.worker(beat_seconds=60.0)
         await worker.wait_attaches(2)
-        monkeypatch.setattr(workers, "HEARTBEAT_TIMEOUT", 10.0)
-        await (await mesh.session()).ready()
+        worker.beat_seconds = 0.01
+        await mesh.until(lambda: mesh.process.links[mesh.worker_address()].heartbeat.epoch == worker.attaches[-1].epoch)
+        assert await mesh.sample("worker_losses_total") >= 1
 
 
 async def test_a_worker_is_found_in_the_store(tmp_path: Path):

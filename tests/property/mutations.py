@@ -86,7 +86,7 @@ MUTATIONS = [
         "    for row, row_outcome, tokens in zip(plan.rows, outcome.rows, outcome.tokens, strict=True):\n",
         "    tenants = {other.residency.slot: other for other in group.running if other.residency}\n"
         "    for row, row_outcome, tokens in zip(plan.rows, outcome.rows, outcome.tokens, strict=True):\n"
-        "        object.__setattr__(row, 'request', tenants.get(row.residency.slot, row.request))\n",
+        "        row.request = tenants.get(row.residency.slot, row.request)\n",
     ),
     Mutation(
         "unresolved requests are admitted",
@@ -99,8 +99,8 @@ MUTATIONS = [
         "planned past the last token",
         "5: nothing is planned past prompt + max_tokens - 1",
         _CORE + "request.py",
-        "        if self.residency is None or not self.may_sample:\n",
-        "        if self.residency is None:\n",
+        "        if residency is None or outputs >= self.stops.max_output:\n",
+        "        if residency is None:\n",
     ),
     Mutation(
         "answers behind a failed batch are believed",

@@ -40,6 +40,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.arrived = asyncio.Condition()
         self.fingerprint = "table"
         self.running_us = 0
+        self.beat_seconds = 0.05
         self._server: Server | None = None
         self._leave: asyncio.Future[TokenloomError | None] = asyncio.get_running_loop().create_future()
         self._left = asyncio.Event()
@@ -145,7 +146,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         while True:
             beat = worker_pb2.Heartbeat(epoch=epoch, running_us=self.running_us, running_step=1)
             await self._write(context, worker_pb2.RunResponse(heartbeat=beat))
-            await asyncio.sleep(0.05)  # the heartbeat's period
+            await asyncio.sleep(self.beat_seconds)
 
     def _attached(self, epoch: int) -> worker_pb2.Attached:
         facts = worker_pb2.WorkerFacts(
