@@ -117,13 +117,6 @@ MUTATIONS = [
         "",
     ),
     Mutation(
-        "suspects are stranded by a returning worker",
-        "12: progress",
-        _CORE + "quarantine.py",
-        "home = next((request.residency.group for request in self._sets[0] if request.residency), self._group)",
-        "home = self._group",
-    ),
-    Mutation(
         "suspects find no slot",
         "12: progress",
         _CORE + "planner.py",

@@ -27,14 +27,8 @@ class Quarantine:
         return self._sets[0] if self._sets else ()
 
     def isolates(self, group: str, groups: Iterable[str]) -> bool:
-        """Whether `group` is the one of `groups` that runs suspects, and nobody else.
-
-        It is the one where they stand already, else the one that failed last, else, where that is gone, the first.
-        """
-        if not self._sets:
-            return False
-        home = next((request.residency.group for request in self._sets[0] if request.residency), self._group)
-        return group == (home if home in groups else min(groups))
+        """Whether `group` is the one of `groups` that runs suspects, and nobody else: the one that failed last, if it is still there."""
+        return bool(self._sets) and group == (self._group if self._group in groups else min(groups))
 
     def may_run(self, request: Request, *, isolated: bool) -> bool:
         """Whether the request may stand in the next batch of a group that is isolated or not."""

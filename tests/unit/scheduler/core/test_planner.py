@@ -369,6 +369,14 @@ class TestOrder:
         assert large.wait_reason is WaitReason.NO_BLOCKS
         assert small not in [row.request for row in batch.rows]
 
+    def test_whoever_stands_behind_a_waiting_head_is_told_so(self):
+        state = make_state()
+        group = add_group(state, slots=1)
+        first, second, third = submit(state, [1]), submit(state, [2]), submit(state, [3])
+        planned(state, group)
+        assert (first.wait_reason, second.wait_reason) == (WaitReason.NEW, WaitReason.NO_SLOT)
+        assert third.wait_reason is WaitReason.BEHIND
+
     def test_a_preempted_request_is_resumed_before_newer_ones(self):
         state = make_state()
         group = add_group(state, slots=1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.core.quarantine import CRASHES_ALONE, Quarantine
-from services.scheduler.core.request import Request, Residency
+from services.scheduler.core.request import Request
 from tests.support.core import make_request, make_state
 
 
@@ -84,24 +84,6 @@ def test_another_group_takes_over_when_the_one_that_failed_is_gone():
     quarantine.accuse(requests(2), "g9")
     assert quarantine.isolates("g0", ["g1", "g0"])
     assert not quarantine.isolates("g1", ["g1", "g0"])
-
-
-def test_suspects_that_stand_in_a_group_keep_it_isolated_when_the_one_that_failed_returns():
-    quarantine, (a, b) = Quarantine(), requests(2)
-    quarantine.accuse([a, b], "g1")
-    a.residency = Residency("g0", 1, 0, [], 0, 0, 0)
-    assert quarantine.isolates("g0", ["g0", "g1"])
-    assert not quarantine.isolates("g1", ["g0", "g1"])
-
-
-def test_a_crash_of_a_second_group_does_not_move_the_first_ones_suspects():
-    quarantine, (a, b) = Quarantine(), requests(2)
-    quarantine.accuse([a], "g0")
-    a.residency = Residency("g0", 1, 0, [], 0, 0, 0)
-    quarantine.accuse([b], "g1")
-    assert quarantine.isolates("g1", ["g0", "g1"])
-    quarantine.clear([b])
-    assert quarantine.isolates("g0", ["g0", "g1"])
 
 
 def test_an_accusation_of_nobody_changes_nothing():
