@@ -12,8 +12,12 @@ from typing import Any
 
 import uvloop
 
+from libs.telemetry.logs import get_logger
+
 PARENT_PID = "TOKENLOOM_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
+
+_log = get_logger(__name__)
 
 
 def die_with_parent() -> None:
@@ -46,3 +50,18 @@ async def _until_stopped(main: Callable[[asyncio.Event], Coroutine[Any, Any, int
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     return await main(stop)
+
+
+def guard(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+    """Ends the process in an orderly way (as SIGTERM does) when a task that must run for ever ends by an exception; returns the task.
+
+    A service whose registry or readiness nobody refreshes any more looks alive and is not: its supervisor should start a new one.
+    """
+
+    def ended(done: asyncio.Task[Any]) -> None:
+        if not done.cancelled() and done.exception() is not None:
+            _log.error("background task broke; the process ends", task=done.get_name(), exc_info=done.exception())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    task.add_done_callback(ended)
+    return task

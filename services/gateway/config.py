@@ -38,6 +38,9 @@ class GatewayConfig(ServiceConfig):
         description="Seconds a client may leave a full connection unread; then its request is cancelled and the connection cut.",
     )
     drain_timeout: float = Field(30.0, ge=0, description="Seconds for running requests to finish after SIGTERM; then they are cancelled.")
+    tokenizer_patience: float = Field(
+        10.0, ge=0, description="Seconds that a request waits for a tokenizer to come back while none can be reached; then it gets a 503."
+    )
     resume_timeout: float = Field(
         30.0, ge=0, description="Seconds that live requests wait for a new session after the scheduler was lost; then they fail with a 503."
     )

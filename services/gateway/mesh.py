@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from libs.clock import Clock
 from libs.errors import ErrorCode, TokenloomError
+from libs.process import guard
 from libs.telemetry.tracing import Tracer
 from services.gateway.admission import Admission
 from services.gateway.config import GatewayConfig
@@ -63,7 +64,9 @@ class Mesh:
         self.traffic = Traffic()
         book = TicketBook(resume_timeout_ns=round(config.resume_timeout * 1e9), observer=_Observer(self.metrics, self.traffic))
         self.session = SchedulerSession(config.scheduler_address, instance, book, clock, self.metrics)
-        self.tokenizers = TokenizerClient(config.tokenizer_address, clock, self.metrics, self._wanted_tokenizer)
+        self.tokenizers = TokenizerClient(
+            config.tokenizer_address, clock, self.metrics, self._wanted_tokenizer, patience=config.tokenizer_patience
+        )
         self.admission = Admission()
         self.book = book
         self.draining = False
@@ -78,7 +81,7 @@ class Mesh:
     def start(self) -> None:
         """Begins to connect, in the background."""
         loops: list[Coroutine[Any, Any, None]] = [self.session.run(), self.tokenizers.load_table()]
-        self._tasks = [asyncio.create_task(loop) for loop in loops]
+        self._tasks = [guard(asyncio.create_task(loop)) for loop in loops]
 
     async def close(self) -> None:
         """Ends the session and all channels, and exports the last spans."""
@@ -96,7 +99,8 @@ class Mesh:
         if self.draining:
             found.append(_unready(ErrorCode.DRAINING, "the server is shutting down"))
         if not self.session.up:
-            found.append(_unready(ErrorCode.SCHEDULER_UNAVAILABLE, f"no session with the scheduler: {window.not_ready_reason}"))
+            # Why is in the log: what gRPC says of a broken connection names our own sockets.
+            found.append(_unready(ErrorCode.SCHEDULER_UNAVAILABLE, "no session with the scheduler stands now"))
         elif not window.ready:
             found.append(_unready(ErrorCode.NO_WORKER, window.not_ready_reason or "the scheduler is not ready"))
         elif facts is None:

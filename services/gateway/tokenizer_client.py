@@ -22,8 +22,9 @@ CIRCUIT_OPEN = (0.25, 0.5, 1.0, 2.0, 5.0)
 # Seconds. Unary calls of the client itself (table, describe); encode calls have the request's deadline or ENCODE_TIMEOUT.
 CONTROL_TIMEOUT = 10.0
 ENCODE_TIMEOUT = 60.0
-# Seconds between attempts to get the text table.
+# Seconds between attempts to get the text table, and between those of an encode while no replica can be reached.
 TABLE_RETRY = 0.25
+ENCODE_RETRY = 0.1
 
 _log = get_logger("gateway.tokenizer")
 _T = TypeVar("_T")
@@ -44,13 +45,23 @@ class Replica:
 class TokenizerClient:
     """Encodes through whichever replica is least busy, and keeps the text table.
 
-    `expected_fingerprint` says which tokenizer the workers' model wants (empty: not known yet).
+    `expected_fingerprint` says which tokenizer the workers' model wants (empty: not known yet). `patience`: seconds that an encode waits
+    for a replica to come back when none can be reached; a restart is a pause then, not an error.
     """
 
-    def __init__(self, addresses: Sequence[str], clock: Clock, metrics: GatewayMetrics, expected_fingerprint: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        clock: Clock,
+        metrics: GatewayMetrics,
+        expected_fingerprint: Callable[[], str],
+        *,
+        patience: float = 0.0,
+    ) -> None:
         self._replicas = [self._replica(address) for address in addresses]
         self._clock, self._metrics, self._expected = clock, metrics, expected_fingerprint
         self._turn = 0
+        self._patience_ns = round(patience * 1e9)
         self.table: TextTable | None = None
 
     @staticmethod
@@ -74,22 +85,43 @@ class TokenizerClient:
         """Renders and encodes one prompt. `timeout` is in seconds (None: a minute).
 
         Raises TokenloomError: what the tokenizer refused, TOKENIZER_BUSY when every replica's queue is full, TOKENIZER_UNAVAILABLE
-        when none can be reached, DEADLINE_EXCEEDED.
+        when none can be reached for longer than the patience, DEADLINE_EXCEEDED.
         """
         metadata = (("traceparent", traceparent),) if traceparent else ()
         began = self._clock.monotonic_ns()
+        limit_ns = began + round((ENCODE_TIMEOUT if timeout is None else timeout) * 1e9)
 
         async def call(replica: Replica) -> tokenizer_pb2.EncodeResponse:
-            response: tokenizer_pb2.EncodeResponse = await replica.stub.Encode(  # type: ignore[misc]
-                request, timeout=ENCODE_TIMEOUT if timeout is None else timeout, metadata=metadata
-            )
+            left = max((limit_ns - self._clock.monotonic_ns()) / 1e9, 0.001)
+            response: tokenizer_pb2.EncodeResponse = await replica.stub.Encode(request, timeout=left, metadata=metadata)  # type: ignore[misc]
             if self.table is not None and response.tokenizer_fingerprint != self.table.fingerprint:
                 raise TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, f"the tokenizer at {replica.address} serves another tokenizer")
             return response
 
-        response = await self._anywhere(call)
+        response = await self._patiently(call, min(began + self._patience_ns, limit_ns))
         self._metrics.tokenizer_call.observe((self._clock.monotonic_ns() - began) / 1e9)
         return response
+
+    async def _patiently(self, call: Callable[[Replica], Awaitable[_T]], until_ns: int) -> _T:
+        """Makes a call; while no replica can be reached, tries again as soon as one connects, until `until_ns` (monotonic)."""
+        while True:
+            try:
+                return await self._anywhere(call)
+            except TokenloomError as error:
+                if error.code is not ErrorCode.TOKENIZER_UNAVAILABLE or self._clock.monotonic_ns() >= until_ns:
+                    raise
+            await asyncio.sleep(ENCODE_RETRY)  # a replica may be connected and still not the one that is wanted
+            await self._some_connection((until_ns - self._clock.monotonic_ns()) / 1e9)
+
+    async def _some_connection(self, seconds: float) -> None:
+        """Returns when some replica is connected, or after `seconds`."""
+        waits = [asyncio.ensure_future(replica.channel.channel_ready()) for replica in self._replicas]
+        try:
+            await asyncio.wait(waits, timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def load_table(self) -> None:
         """Fetches the text table until it is the one of the workers' model, and again when that changes. Runs until cancelled."""

@@ -14,6 +14,7 @@ import grpc
 
 from libs.clock import SystemClock
 from libs.errors import ErrorCode, TokenloomError
+from libs.process import guard
 from libs.rpc import Server, connect, error_of, listen, new_server
 from libs.store import SqliteStore, Store, StoreError
 from libs.telemetry.logs import get_logger
@@ -94,8 +95,8 @@ class SchedulerProcess:
         for worker in config.worker_address:
             self._link(worker)
         self._tasks = [
-            asyncio.create_task(self._watch_registry(), name="registry"),
-            asyncio.create_task(self._tick(), name="tick"),
+            guard(asyncio.create_task(self._watch_registry(), name="registry")),
+            guard(asyncio.create_task(self._tick(), name="tick")),
         ]
 
     def _link(self, address: str) -> None:

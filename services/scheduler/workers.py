@@ -22,6 +22,7 @@ from tokenloom.worker.v1 import worker_pb2, worker_pb2_grpc
 HEARTBEAT_TIMEOUT = 10.0
 # Seconds that a worker may take to finish its running batch and answer an attach.
 ATTACH_TIMEOUT = 60.0
+_THAW_SECONDS = 0.5
 _BACKOFF_FIRST, _BACKOFF_MOST = 0.1, 2.0
 # Ends of a stream that say nothing against the batch that was running.
 _PEACEFUL = frozenset({ErrorCode.DRAINING, ErrorCode.STALE_FENCING_TOKEN, ErrorCode.SESSION_LOST})
@@ -143,12 +144,17 @@ class WorkerLink:
             call.cancel()
 
     async def _read(self, call: Any, timeout: float) -> worker_pb2.RunResponse:
+        reading = asyncio.ensure_future(call.read())
         try:
-            # Not wait_for: Python 3.11's forgets a cancellation that arrives together with the result.
-            async with asyncio.timeout(timeout):
-                message = await call.read()
-        except TimeoutError as error:
-            raise LostWorker(f"the worker was silent for {timeout:.0f} s") from error
+            # A second, short wait: if this process itself stood still, what the worker said meanwhile lies unread behind the timer.
+            for patience in (timeout, _THAW_SECONDS):
+                if not reading.done():
+                    await asyncio.wait([reading], timeout=patience)
+            if not reading.done():
+                raise LostWorker(f"the worker was silent for {timeout:.0f} s")
+        finally:
+            reading.cancel()
+        message = reading.result()
         if isinstance(message, worker_pb2.RunResponse):
             return message
         code = await call.code()

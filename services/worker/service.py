@@ -9,6 +9,7 @@ from typing import Any
 
 from libs import rpc
 from libs.errors import TokenloomError
+from libs.process import guard
 from libs.telemetry.logs import get_logger
 from libs.telemetry.metrics import serve_metrics
 from libs.telemetry.tracing import SpanRecord, Tracer
@@ -86,7 +87,7 @@ async def _serve_loaded(
     await server.set_ready(True)
     _log.info("ready", address=server.address)
     if config.store:
-        registration = asyncio.create_task(keep_registered(Path(config.store), instance, server.address))
+        registration = guard(asyncio.create_task(keep_registered(Path(config.store), instance, server.address), name="registration"))
         await stopped
         registration.cancel()
         await asyncio.gather(registration, return_exceptions=True)

@@ -20,11 +20,11 @@ REQUEST = tokenizer_pb2.EncodeRequest(text="ab")
 
 
 @contextlib.asynccontextmanager
-async def replicas(tmp_path, count: int = 2, *, expected: str = ""):
+async def replicas(tmp_path, count: int = 2, *, expected: str = "", patience: float = 0.0):
     """Running replicas and a client of them."""
     fakes = [FakeTokenizer() for _ in range(count)]
     addresses = [await fake.start(f"unix:{tmp_path}/{index}.sock") for index, fake in enumerate(fakes)]
-    client = TokenizerClient(addresses, SystemClock(), GatewayMetrics("m"), lambda: expected)
+    client = TokenizerClient(addresses, SystemClock(), GatewayMetrics("m"), lambda: expected, patience=patience)
     try:
         yield fakes, client
     finally:
@@ -111,6 +111,26 @@ async def test_all_full_is_busy_and_all_dead_is_unavailable(tmp_path):
             await encode(client)
         assert caught.value.code is ErrorCode.TOKENIZER_UNAVAILABLE
         assert "unix:" not in caught.value.message
+
+
+async def test_the_restart_of_the_only_replica_is_a_pause_and_not_an_error(tmp_path):
+    async with replicas(tmp_path, 1, patience=30) as (fakes, client):
+        await encode(client)
+        await fakes[0].stop()
+        waiting = asyncio.create_task(encode(client, timeout=None))
+        await until(lambda: not client.reachable)
+        assert not waiting.done()
+        again = fakes[0] = FakeTokenizer()
+        await again.start(f"unix:{tmp_path}/0.sock")
+        assert await waiting == ids_of("ab")
+
+
+async def test_patience_ends_with_the_request_s_own_time(tmp_path):
+    async with replicas(tmp_path, 1, patience=30) as (fakes, client):
+        await fakes[0].stop()
+        with pytest.raises(TokenloomError) as caught:
+            await asyncio.wait_for(encode(client, timeout=0.3), 10)
+        assert caught.value.code in (ErrorCode.TOKENIZER_UNAVAILABLE, ErrorCode.DEADLINE_EXCEEDED)
 
 
 async def test_it_is_reachable_as_long_as_one_replica_is_and_again_when_one_returns(tmp_path):

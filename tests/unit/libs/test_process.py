@@ -51,6 +51,18 @@ def test_a_signal_lets_the_service_finish_and_its_exit_code_is_the_processs(serv
     assert service.wait(20) == 7
 
 
+def test_a_service_whose_background_task_breaks_drains_and_ends():
+    broken = SERVICE.replace(
+        "    await stop.wait()", "    task = guard(asyncio.create_task(broken(), name='registry'))\n    await stop.wait()"
+    )
+    broken = broken.replace("import run_service", "import guard, run_service\n\nasync def broken():\n    raise ValueError('no such row')")
+    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7
+    assert "draining" in done.stdout
+    assert "registry" in done.stdout + done.stderr
+    assert "no such row" in done.stdout + done.stderr
+
+
 def test_a_second_signal_ends_a_service_that_drains_too_long():
     process, _ = started(SERVICE, "slow")
     with process:
