@@ -20,7 +20,8 @@ class GatewayConfig(ServiceConfig):
     )
     served_model_name: list[str] = Field(
         default_factory=list,
-        description="Name clients ask for in `model`; may be repeated, the first is reported by default. None: `default`.",
+        description="Name clients ask for in `model`; may be repeated, the first is reported by default. "
+        "None: `default`, and the model's own under `tokenloom serve`.",
     )
     api_key: list[str] = Field(default_factory=list, description="Key that /v1 requires as a bearer token; may be repeated. None: open.")
     allowed_origins: list[str] = Field(default_factory=list, description="Origin that browsers may call from (CORS), or *. Repeatable.")

@@ -77,8 +77,7 @@ def _attributes(stage: str, request: Request) -> dict[str, str | int]:
         waits = [event.detail for event in line.events if event.name == "waiting"]
         return {**common, "tokenloom.wait_reason": waits[0] if waits else "none", "tokenloom.prompt_tokens": len(request.prompt_ids)}
     if stage == _PREFILL:
-        chunks = sum(event.name == "chunk" for event in line.events)
-        return {**common, "tokenloom.cached_tokens": request.cached_tokens, "tokenloom.chunks": chunks}
+        return {**common, "tokenloom.cached_tokens": request.cached_tokens, "tokenloom.chunks": line.chunks}
     ending = request.ending
     return {
         **common,

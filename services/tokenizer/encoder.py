@@ -24,6 +24,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._fingerprint = model.tokenizer_fingerprint
         self._vocab_size = model.vocab_size
+        self._longest_token = longest_token(tokenizer)
         source = model.chat_template
         self._template = ChatTemplate(source, model.special_tokens) if source is not None else None
 
@@ -33,6 +34,7 @@ class Encoder:
         kind = request.WhichOneof("input")
         text = self._render(request.chat) if kind == "chat" else request.text
         rendered = time.monotonic_ns()
+        self._refuse_far_too_long(text, kind, request.max_tokens)
         ids = _checked_ids(request.token_ids.ids) if kind == "token_ids" else self._encode_text(text, add_special_tokens=kind == "text")
         self._check(ids, kind, request.max_tokens)
         hashes = b"".join(block_hashes(ids, request.hash_salt))
@@ -60,6 +62,18 @@ class Encoder:
         ids: list[int] = self._tokenizer.encode(_scalar_values(text), add_special_tokens=add_special_tokens).ids
         return ids
 
+    def _refuse_far_too_long(self, text: str, kind: str | None, max_tokens: int) -> None:
+        """Raises TokenloomError(PROMPT_TOO_LONG) for a text that cannot fit, before megabytes cost an encoder's time and memory."""
+        if not max_tokens or not self._longest_token:
+            return
+        least = -(-len(text) // self._longest_token)
+        if least > max_tokens:
+            raise TokenloomError(
+                ErrorCode.PROMPT_TOO_LONG,
+                f"the prompt has at least {least} tokens, and at most {max_tokens} are allowed",
+                param="messages" if kind == "chat" else "prompt",
+            )
+
     def _check(self, ids: list[int], kind: str | None, max_tokens: int) -> None:
         if kind is None:
             raise TokenloomError(ErrorCode.INVALID_REQUEST, "the request has no input")
@@ -86,6 +100,15 @@ def load_tokenizer(model: ModelDirectory) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Most characters of text that one token stands for; 0 where some may vanish (normalizers, tokens that swallow space)."""
+    parts = json.loads(tokenizer.to_str())
+    pre_tokenizer = json.dumps(parts.get("pre_tokenizer"))
+    keeps_all = parts.get("normalizer") is None and "ByteLevel" in pre_tokenizer and '"Removed"' not in pre_tokenizer
+    swallows = any(token["lstrip"] or token["rstrip"] for token in parts.get("added_tokens") or ())
+    return max(map(len, tokenizer.get_vocab()), default=0) if keeps_all and not swallows else 0
 
 
 def check_range(ids: list[int], vocab_size: int) -> None:

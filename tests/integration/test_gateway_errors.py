@@ -243,6 +243,12 @@ async def test_another_content_type_is_a_415(shared, kind):
     assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
+async def test_a_compressed_body_is_a_415(gateway):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = await gateway.client.post("/v1/chat/completions", content=b"x", headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
 async def test_a_charset_beside_the_content_type_is_fine(gateway):
     content = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
     headers = {"content-type": "Application/JSON; charset=utf-8"}

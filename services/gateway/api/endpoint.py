@@ -186,6 +186,9 @@ def _require_json(connection: Connection) -> None:
     kind = connection.header(b"content-type").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise TokenloomError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json")
+    coding = connection.header(b"content-encoding").strip().lower()
+    if coding not in ("", "identity"):
+        raise TokenloomError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "Content-Encoding is not supported: send the body as it is")
 
 
 def _new_record(mesh: Mesh, api: Api, connection: Connection) -> RequestRecord:

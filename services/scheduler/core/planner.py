@@ -128,6 +128,7 @@ class _Draft:
         request.unresolved_samples += sample
         request.timeline.steps += 1
         if prefill:
+            request.timeline.chunks += 1
             request.timeline.note(RequestEvent("chunk", self._now, amount=count))
         self._budget -= count
 

@@ -91,6 +91,7 @@ class Timeline:
     last_token_ns: int = 0
     ended_ns: int = 0
     steps: int = 0
+    chunks: int = 0
     preemptions: int = 0
     device_us: int = 0
     events: list[RequestEvent] = field(default_factory=list)

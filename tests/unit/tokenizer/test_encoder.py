@@ -9,12 +9,13 @@ import subprocess
 import sys
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from libs.blocks import block_hashes
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.directory import ModelDirectory
 from libs.packing import pack_ids, unpack_ids
-from services.tokenizer.encoder import Encoder, load_tokenizer
+from services.tokenizer.encoder import Encoder, load_tokenizer, longest_token
 from services.tokenizer.encoder_process import ENCODE, ENCODED, READY, REFUSED, answer, frame, read_frame
 from tests.support.tiny_llama import make_tiny_llama, tiny_tokenizer_json
 from tokenloom.common.v1 import common_pb2
@@ -186,3 +187,28 @@ def test_neither_service_nor_encoder_process_imports_torch():
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, env=dict(os.environ), check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_text_that_cannot_fit_is_refused_without_encoding_it(encoder, monkeypatch):
+    monkeypatch.setattr(encoder, "_encode_text", lambda *_, **__: pytest.fail("it was encoded"))
+    error = refusal(encoder, request(text="a" * 10_000_000, max_tokens=100))
+    assert (error.code, error.param) == (ErrorCode.PROMPT_TOO_LONG, "prompt")
+    assert "at most 100" in error.message
+
+
+def test_a_long_text_that_may_fit_is_encoded(encoder):
+    text = "hall " * 200
+    assert unpack_ids(encoder.encode(request(text=text, max_tokens=1000)).token_ids)
+
+
+@pytest.mark.parametrize("change", [{"normalizer": {"type": "NFC"}}, {"pre_tokenizer": {"type": "WhitespaceSplit"}}])
+def test_where_characters_may_vanish_nothing_is_said_of_the_longest_token(tiny_llama_dir, change):
+    parts = {**json.loads((tiny_llama_dir / "tokenizer.json").read_text()), **change}
+    assert longest_token(Tokenizer.from_str(json.dumps(parts))) == 0
+
+
+def test_a_token_that_swallows_the_space_around_it_may_stand_for_any_number_of_characters(tiny_llama_dir):
+    tokenizer = load_tokenizer(ModelDirectory(tiny_llama_dir))
+    assert longest_token(tokenizer) == max(map(len, tokenizer.get_vocab()))
+    tokenizer.add_special_tokens([AddedToken("<pad>", rstrip=True)])
+    assert longest_token(tokenizer) == 0

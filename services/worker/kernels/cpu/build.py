@@ -89,6 +89,6 @@ def _run(command: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        print(ensure_library())
+        print(f"CPU kernels are built: {ensure_library()}")
     except BuildError as error:
         sys.exit(str(error))
