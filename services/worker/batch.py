@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,10 @@ from libs.telemetry.tracing import TraceParent
 from tokenloom.worker.v1 import worker_pb2
 
 Ids = npt.NDArray[np.int32]
+
+# Most steps of one lease. Each of them is answered, even when none runs.
+MAX_LEASE_STEPS = 1024
+_NUMBERS = 2**64
 
 _NO_IDS: Ids = np.empty(0, np.int32)
 
@@ -60,6 +65,12 @@ class Batch:
         return replace(self, number=self.number + index, lease_steps=1, closes=(), opens=(), rows=rows)
 
 
+def granted_steps(message: worker_pb2.StepBatch) -> int:
+    """Steps that are to be answered: those of the lease, or 1 for a lease so long that parse_batch refuses it."""
+    steps: int = message.lease_steps or 1
+    return steps if steps <= min(MAX_LEASE_STEPS, _NUMBERS - message.number) else 1
+
+
 def parse_batch(message: worker_pb2.StepBatch) -> Batch:
     """Reads a batch.
 
@@ -70,7 +81,9 @@ def parse_batch(message: worker_pb2.StepBatch) -> Batch:
         raise TokenloomError(ErrorCode.UNSUPPORTED, "this worker verifies no draft tokens")
     if any(message.offsets):
         raise TokenloomError(ErrorCode.UNSUPPORTED, "this worker computes rows only from where their slot ends: offsets must be 0")
-    lease_steps = message.lease_steps or 1
+    lease_steps = granted_steps(message)
+    if lease_steps < message.lease_steps:
+        raise _violation(f"a lease of {message.lease_steps} steps from {message.number}; at most {MAX_LEASE_STEPS}, of numbers below 2**64")
     rows = _rows(message)
     if lease_steps > 1 and not all(row.sample and row.count == 1 for row in rows):
         raise _violation("a lease of several steps takes rows of one sampled token only")
@@ -118,6 +131,9 @@ def _opening(message: worker_pb2.Open) -> Opening:
         raise _violation(f"{message.request} opens with an empty prompt")
     if message.computed_tokens >= prompt.size + output.size:
         raise _violation(f"{message.request} opens with {message.computed_tokens} computed of {prompt.size + output.size} tokens")
+    params = SamplingParams.from_proto(message.sampling)
+    if not (0 <= params.temperature < math.inf and 0 <= params.top_p <= 1 and 0 <= params.min_p <= 1):
+        raise _violation(f"{message.request} has temperature {params.temperature}, top_p {params.top_p}, min_p {params.min_p}")
     return Opening(
         slot=message.slot,
         request=message.request,
@@ -125,7 +141,7 @@ def _opening(message: worker_pb2.Open) -> Opening:
         output_ids=output,
         computed_tokens=message.computed_tokens,
         block_ids=_ids(message.block_ids, "block_ids"),
-        sampling=SamplingParams.from_proto(message.sampling),
+        sampling=params,
         trace=TraceParent.parse(message.trace.traceparent, message.trace.tracestate) if message.trace.traceparent else None,
         decode_span_id=message.decode_span_id,
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.logs import get_logger
-from services.worker.batch import Batch, parse_batch
+from services.worker.batch import Batch, granted_steps, parse_batch
 from services.worker.chain import Chain
 from services.worker.engine import MAX_IN_FLIGHT
 from services.worker.steps import Answered, Steps
@@ -50,10 +50,16 @@ class _Work:
 class Runner:
     """See the module. All methods may be called from any thread."""
 
-    def __init__(self, prepare: Callable[[], Steps], on_loaded: Callable[[Steps | BaseException], None]) -> None:
-        """`prepare` loads the model, in the runner's thread, so that torch keeps one team of threads; `on_loaded` is called there too."""
+    def __init__(
+        self, prepare: Callable[[], Steps], on_loaded: Callable[[Steps | BaseException], None], on_broken: Callable[[], None]
+    ) -> None:
+        """`prepare` loads the model, in the runner's thread, so that torch keeps one team of threads; `on_loaded` is called there too.
+
+        `on_broken` is called there when the thread ends by an error of its own: nothing will be computed any more.
+        """
         self._prepare = prepare
         self._on_loaded = on_loaded
+        self._on_broken = on_broken
         self._lock = threading.Condition()
         self._queue: deque[_Attach | _Work] = deque()
         self._epoch = 0
@@ -92,25 +98,36 @@ class Runner:
             attach.done()
 
     def submit(self, message: worker_pb2.StepBatch, sink: Sink) -> None:
-        """Queues a batch; every granted step is answered to `sink`. One beyond MAX_IN_FLIGHT is answered as not run at once."""
+        """Queues a batch; every granted step is answered to `sink`.
+
+        One of another epoch, or beyond MAX_IN_FLIGHT, is answered as not run at once, and takes no place in the queue.
+        """
         try:
             parsed: Batch | TokenloomError = parse_batch(message)
         except TokenloomError as error:
             parsed = error
-        last = message.number + max(1, message.lease_steps) - 1
+        last = message.number + granted_steps(message) - 1
         work = _Work(
             message.epoch, message.number, message.predecessor, parsed, sink, time.monotonic_ns(), last=last, started=message.number - 1
         )
         with self._lock:
-            accepted = self._unanswered < MAX_IN_FLIGHT
-            if accepted:
+            refusal = self._refusal(work)
+            if refusal is None:
                 self._unanswered += 1
                 self._queue.append(work)
                 self._lock.notify()
-        if not accepted:
-            excess = TokenloomError(ErrorCode.PROTOCOL_VIOLATION, f"batch {work.number} exceeds {MAX_IN_FLIGHT} in flight")
-            result = worker_pb2.StepResult(number=work.number, outcome=worker_pb2.BATCH_OUTCOME_NOT_RUN, error=excess.to_proto())
-            _post(work, result)
+        if refusal is not None:
+            for number in range(work.number, work.last + 1):
+                outcome = worker_pb2.BATCH_OUTCOME_NOT_RUN
+                _post(work, worker_pb2.StepResult(number=number, outcome=outcome, error=refusal.to_proto()))
+
+    def _refusal(self, work: _Work) -> TokenloomError | None:
+        """Why a batch may not even wait; None: it may. Called with the lock held."""
+        if work.epoch != self._epoch:
+            return TokenloomError(ErrorCode.STALE_BATCH, f"batch {work.number} is of epoch {work.epoch}, the current one is {self._epoch}")
+        if self._unanswered >= MAX_IN_FLIGHT:
+            return TokenloomError(ErrorCode.PROTOCOL_VIOLATION, f"batch {work.number} exceeds {MAX_IN_FLIGHT} in flight")
+        return None
 
     def cut(self, message: worker_pb2.Cut, sink: Sink) -> None:
         """Ends a lease after `last_step`, or after the step that has started; answered when that one starts. Unknown leases are ignored."""
@@ -152,6 +169,14 @@ class Runner:
             self._on_loaded(error)
             return
         self._on_loaded(steps)
+        try:
+            self._work(steps)
+        except BaseException:
+            _log.exception("the runner broke")
+            self._on_broken()
+
+    def _work(self, steps: Steps) -> None:
+        """Takes what is queued, one after the other, until the runner is stopped."""
         while True:
             with self._lock:
                 while not self._queue and not self._stopping:
@@ -198,8 +223,13 @@ class Runner:
     def _begin_step(self, work: _Work) -> bool:
         """Starts the next step; False: the batch is over, or its epoch is."""
         with self._lock:
-            if work.started >= work.last or work.epoch != self._epoch or self._stopping:
+            if work.epoch != self._epoch or self._stopping:
                 self._current = None
+                return False
+            if work.started >= work.last:
+                if self._current is work:  # a cut came between two steps, when the one before was not the last yet
+                    self._finish(work)
+                    self._chain.completed(work.number, work.last)
                 return False
             work.started += 1
             self._running_since_ns = time.monotonic_ns()

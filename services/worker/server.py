@@ -32,6 +32,7 @@ class _Stream:
     def __init__(self, attach: worker_pb2.Attach) -> None:
         self.attach = attach
         self.outbox: asyncio.Queue[worker_pb2.RunResponse | TokenloomError] = asyncio.Queue()
+        self.ended = False
         self._loop = asyncio.get_running_loop()
 
     def send(self, response: worker_pb2.RunResponse) -> None:
@@ -41,6 +42,7 @@ class _Stream:
 
     def end(self, error: TokenloomError) -> None:
         """Ends the stream after what is queued."""
+        self.ended = True
         self.outbox.put_nowait(error)
 
 
@@ -131,7 +133,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def _read(self, requests: AsyncIterator[worker_pb2.RunRequest], stream: _Stream) -> None:
-        """Passes the stream's messages on until the scheduler closes its side, which ends the stream."""
+        """Passes the stream's messages on until the scheduler closes its side or sends rubbish, which ends the stream."""
+        try:
+            await self._pass_on(requests, stream)
+        except Exception as error:  # else nobody would read the stream any more, and its heartbeats would go on
+            if stream.ended:
+                return
+            _log.exception("a message cannot be taken", scheduler=stream.attach.scheduler)
+            stream.end(TokenloomError(ErrorCode.PROTOCOL_VIOLATION, f"a message cannot be taken: {type(error).__name__}: {error}"))
+
+    async def _pass_on(self, requests: AsyncIterator[worker_pb2.RunRequest], stream: _Stream) -> None:
         async for request in requests:
             match request.WhichOneof("kind"):
                 case "batch":

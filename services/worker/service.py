@@ -37,13 +37,16 @@ async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int
     def emit(span: SpanRecord) -> None:
         loop.call_soon_threadsafe(tracer.emit, span)
 
+    def end() -> None:
+        loop.call_soon_threadsafe(stop.set)
+
     def prepare() -> Steps:
         started = time.monotonic()
         engine = load(config)
         metrics.loaded(time.monotonic() - started, engine.facts.num_blocks)
         return Steps(engine, metrics, emit)
 
-    runner = Runner(prepare, lambda result: _resolve(loop, outcome, result))
+    runner = Runner(prepare, on_loaded=lambda result: _resolve(loop, outcome, result), on_broken=end)
     servicer, server = WorkerServicer(runner), rpc.new_server([_SERVICE])
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
     try:

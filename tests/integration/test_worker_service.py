@@ -280,3 +280,32 @@ async def test_a_model_that_cannot_be_served_ends_the_process_with_a_reason(tmp_
 async def test_an_address_that_is_taken_ends_the_process(tiny_llama_dir: Path, tmp_path: Path):
     config = WorkerConfig(model=tiny_llama_dir, listen=f"unix:{tmp_path}/no/such/folder.sock")
     assert await serve(config, "w", asyncio.Event()) == 1
+
+
+async def exhaust(call: Any) -> None:
+    """Reads until the call ends by an error."""
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_bytes_that_are_no_message_end_the_stream_and_nothing_else(worker: Worker, stub: Any):
+    attach = worker_pb2.RunRequest(attach=worker_pb2.Attach(protocol_version=rpc.PROTOCOL_VERSION, fencing_token=1, epoch=1))
+    async with rpc.connect(await worker.registered()) as channel, asyncio.timeout(WAIT):
+        call = channel.stream_stream("/tokenloom.worker.v1.WorkerService/Run", request_serializer=bytes, response_deserializer=bytes)()
+        await call.write(attach.SerializeToString())
+        assert worker_pb2.RunResponse.FromString(await call.read()).HasField("attached")
+        await call.write(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await exhaust(call)
+    assert rpc.error_of(caught.value).code is ErrorCode.PROTOCOL_VIOLATION
+    assert (await Stream(stub, epoch=2).attach()).epoch == 2
+
+
+async def test_batches_of_another_epoch_do_not_use_up_the_stream(stub: Any):
+    stream = Stream(stub, epoch=1)
+    await stream.attach()
+    for number in range(1, 5):
+        await stream.call.write(worker_pb2.RunRequest(batch=worker_pb2.StepBatch(epoch=9, number=number)))
+        assert (await stream.result()).outcome == worker_pb2.BATCH_OUTCOME_NOT_RUN
+    await stream.send(1, 0, {0: 3}, opens=[opening(0, [10, 11, 12])])
+    assert (await stream.result()).outcome == worker_pb2.BATCH_OUTCOME_OK

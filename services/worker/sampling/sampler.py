@@ -47,7 +47,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What came of R rows: `tokens` int64[R], and whether the row's logits were finite; where not, its token means nothing."""
+    """What came of R rows: `tokens` int64[R], and whether its logits were finite and left some id; where not, its token means nothing."""
 
     tokens: npt.NDArray[np.int64]
     finite: npt.NDArray[np.bool_]
@@ -59,6 +59,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows, vocab_size: int) -> Sampled
     finite = torch.isfinite(logits).all(dim=1).cpu().numpy()
     if rows.banned_rows.size:
         logits[torch.from_numpy(rows.banned_rows), torch.from_numpy(rows.banned_ids)] = float("-inf")
+        short = np.unique(rows.banned_rows)
+        finite[short] &= torch.isfinite(logits[torch.from_numpy(short)]).any(dim=1).cpu().numpy()
     tokens = logits.argmax(dim=1).cpu().numpy()
     filtered = ((rows.top_k > 0) & (rows.top_k < vocab_size)) | (rows.top_p < 1)
     drawn = (rows.temperature > 0) & finite

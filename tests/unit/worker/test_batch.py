@@ -112,3 +112,14 @@ def test_what_this_worker_cannot_do_is_refused_by_name(changes: dict[str, object
     with pytest.raises(TokenloomError) as caught:
         parse_batch(message(**changes))
     assert caught.value.code is ErrorCode.UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": -1}, {"top_p": 1.5}, {"min_p": float("nan")}]
+)
+def test_sampling_that_has_no_meaning_is_a_violation(sampling: dict[str, float]):
+    changed = message()
+    changed.opens[0].sampling.MergeFrom(common_pb2.SamplingParams(**sampling))
+    with pytest.raises(TokenloomError) as caught:
+        parse_batch(changed)
+    assert caught.value.code is ErrorCode.PROTOCOL_VIOLATION

@@ -57,7 +57,8 @@ class Bench:
         self.answers: queue.Queue[worker_pb2.RunResponse] = queue.Queue()
         loaded = threading.Event()
         engine: Any = self.engine
-        self.runner = Runner(lambda: Steps(engine, self.metrics, self.spans.put), lambda _result: loaded.set())
+        self.broken = threading.Event()
+        self.runner = Runner(lambda: Steps(engine, self.metrics, self.spans.put), lambda _result: loaded.set(), self.broken.set)
         self.runner.start()
         assert loaded.wait(WAIT)
         self.attach(1)
@@ -327,7 +328,7 @@ def test_a_model_that_does_not_load_is_reported():
     def fail() -> Steps:
         raise error
 
-    runner = Runner(fail, outcome.put)
+    runner = Runner(fail, outcome.put, lambda: outcome.put("broken"))
     runner.start()
     assert outcome.get(timeout=WAIT) is error
     runner.stop()
@@ -385,3 +386,55 @@ def test_metrics_count_steps_and_tokens_by_phase(bench: Bench):
     assert value("tokenloom:worker_tokens_total", {"phase": "prefill"}) == 2
     assert value("tokenloom:worker_tokens_total", {"phase": "decode"}) == 2
     assert value("tokenloom:batches_total", {"outcome": "not_run"}) == 1
+
+
+def test_stale_batches_take_no_place_among_those_in_flight(bench: Bench):
+    bench.open(1)
+    for number in range(2, 6):
+        bench.send(number, 1, epoch=9, lease_steps=2)
+        assert bench.kinds(2) == [("not_run", number), ("not_run", number + 1)]
+    bench.send(2, 1)
+    assert bench.result().outcome == OK
+
+
+def test_a_lease_cut_between_two_of_its_steps_is_over_and_its_successor_runs(bench: Bench):
+    bench.open(1)
+    for first in range(2, 8):  # more than may be in flight, in case one of them is never counted out
+
+        def cut_at_once(response: worker_pb2.RunResponse, first: int = first) -> None:
+            bench.answers.put(response)
+            if response.HasField("result"):
+                bench.cut(first, first)
+
+        rows = {"slots": [0], "counts": [1], "samples": b"\1", "new_block_counts": [0]}
+        message = worker_pb2.StepBatch(epoch=bench.epoch, number=first, predecessor=first - 1, lease_steps=4, **rows)
+        bench.runner.submit(message, cut_at_once)
+        assert bench.kinds(2) == [("ok", first), ("closed", first)]
+    bench.send(8, 7)
+    assert bench.result().outcome == OK
+
+
+@pytest.mark.parametrize(("number", "steps"), [(2, 2**32 - 1), (2**64 - 2, 3), (2**64 - 1, 2)])
+def test_a_lease_longer_than_any_is_refused_with_one_answer(bench: Bench, number: int, steps: int):
+    bench.open(1)
+    bench.send(number, 1, lease_steps=steps)
+    answer = bench.result()
+    assert (answer.number, answer.outcome) == (number, FAILED)
+    assert answer.error.code == ErrorCode.PROTOCOL_VIOLATION.spec.code
+    bench.attach(2)
+    assert bench.open(1).outcome == OK
+    assert not bench.broken.is_set()
+
+
+def test_the_last_number_of_an_epoch_can_be_used(bench: Bench):
+    bench.open(1)
+    bench.send(2**64 - 2, 1, lease_steps=2)
+    assert bench.kinds(2) == [("ok", 2**64 - 2), ("ok", 2**64 - 1)]
+
+
+def test_a_thread_that_breaks_says_so(bench: Bench):
+    def fail(_response: worker_pb2.RunResponse) -> None:
+        raise RuntimeError("the sink is broken")
+
+    bench.runner.submit(worker_pb2.StepBatch(epoch=1, number=1), fail)
+    assert bench.broken.wait(WAIT)

@@ -142,3 +142,12 @@ def test_a_wide_nucleus_needs_more_than_the_first_candidates_and_keeps_them():
 def test_distinct_seeds_give_distinct_outputs():
     logits = torch.zeros(64, 50_000)
     assert np.unique(sample(logits, rows(64), 50_000).tokens).size > 55
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 3}])
+def test_a_row_whose_every_id_is_banned_yields_nothing_and_others_do(options: dict[str, object]):
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    alone = sample(logits[1:].clone(), rows(1, seeds=[1], **options), VOCABULARY).tokens[0]
+    sampled = sample(logits, rows(2, banned=[(0, token) for token in range(VOCABULARY)], **options), VOCABULARY)
+    assert sampled.finite.tolist() == [False, True]
+    assert sampled.tokens[1] == alone
