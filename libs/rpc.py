@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import Message
 from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
@@ -20,6 +21,8 @@ from grpc_status import rpc_status
 
 from libs.errors import ErrorCode, TokenloomError
 from tokenloom.common.v1 import common_pb2
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -95,22 +98,29 @@ def connect(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=[*_OPTIONS, *_CLIENT_OPTIONS])
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TokenloomError) -> NoReturn:
-    """Ends a call with the error's gRPC status and the whole error in the status details."""
-    details = any_pb2.Any()
-    details.Pack(error.to_proto())
-    status = status_pb2.Status(code=error.code.spec.grpc_status.value[0], message=error.message, details=[details])
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TokenloomError, *more: Message) -> NoReturn:
+    """Ends a call with the error's gRPC status, and the whole error and `more` messages in the status details."""
+    status = status_pb2.Status(code=error.code.spec.grpc_status.value[0], message=error.message)
+    for message in (error.to_proto(), *more):
+        status.details.add().Pack(message)
     await context.abort_with_status(rpc_status.to_status(status))
     raise AssertionError("abort_with_status returned")
 
 
+def detail_of(error: grpc.RpcError, kind: type[MessageT]) -> MessageT | None:
+    """The first message of `kind` among the status details that a call ended with."""
+    for detail in _details(error):
+        message = kind()
+        if detail.Unpack(message):
+            return message
+    return None
+
+
 def error_of(error: grpc.RpcError, *, unavailable: ErrorCode = ErrorCode.UNAVAILABLE) -> TokenloomError:
     """The error that a call ended with; one without details is mapped from its status (UNAVAILABLE to `unavailable`)."""
-    for detail in _details(error):
-        if detail.Is(common_pb2.Error.DESCRIPTOR):
-            message = common_pb2.Error()
-            detail.Unpack(message)
-            return TokenloomError.from_proto(message)
+    told = detail_of(error, common_pb2.Error)
+    if told is not None:
+        return TokenloomError.from_proto(told)
     code = error.code() if isinstance(error, grpc.aio.AioRpcError) else grpc.StatusCode.UNKNOWN
     text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
     return TokenloomError(

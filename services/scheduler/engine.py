@@ -48,7 +48,7 @@ class _Client:
 
 
 class Engine:
-    """See the module. Created inside a running loop. `idle` is set while no request is live."""
+    """See the module. Created inside a running loop. `idle` is set while no request is live, `superseded` once another leads."""
 
     def __init__(
         self, config: SchedulerConfig, clock: Clock, tracer: Tracer, metrics: SchedulerMetrics, leadership: Leadership, table: TextTable
@@ -68,6 +68,7 @@ class Engine:
         self._draining = False
         self.idle = asyncio.Event()
         self.idle.set()
+        self.superseded = asyncio.Event()
 
     # -- workers ------------------------------------------------------------------------------------------------------------------
 
@@ -75,9 +76,13 @@ class Engine:
         """See LinkOwner."""
         return self._leadership.next_epoch()
 
-    def token_refused(self) -> None:
-        """See LinkOwner."""
-        self._leadership.raise_token()
+    def token_refused(self, highest: int, *, was_attached: bool) -> None:
+        """See LinkOwner. At an attach the token is raised; a leader that had the worker and lost it to a higher token steps down."""
+        if was_attached and not self.superseded.is_set():
+            log.error("another scheduler leads; this one steps down", token=self._leadership.token, highest_token=highest)
+            self.superseded.set()
+        elif not self.superseded.is_set():
+            self._leadership.raise_token(highest)
 
     def worker_attached(self, link: WorkerLink, attached: worker_pb2.Attached) -> None:
         """See LinkOwner. Raises TokenloomError (FINGERPRINT_MISMATCH, PROTOCOL_VIOLATION) for a worker that does not fit."""

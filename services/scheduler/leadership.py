@@ -23,7 +23,6 @@ class Leadership:
     def __init__(self, store: Store | None) -> None:
         self._store = store
         self._attaches = 0
-        self._refusals = 0
         self.token = 0
         self._take(at_least=0)
 
@@ -35,10 +34,9 @@ class Leadership:
             self.token = max(int(time.time()), floor + 1)
             log.warning("store unreachable; fencing token taken from the clock", token=self.token, reason=str(error))
 
-    def raise_token(self) -> None:
-        """A worker has seen a higher token: takes one well above the last, further each time, until it is accepted."""
-        self._refusals += 1
-        self._take(at_least=max(int(time.time()), self.token + 2**self._refusals))
+    def raise_token(self, highest_seen: int) -> None:
+        """A worker has seen `highest_seen`: takes a token above it and above the last one."""
+        self._take(at_least=max(highest_seen, self.token))
         log.warning("fencing token was too low; raised", token=self.token)
 
     def next_epoch(self) -> tuple[int, int]:

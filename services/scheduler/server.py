@@ -133,13 +133,20 @@ class SchedulerProcess:
             stats.tick(self.engine.state)
             await asyncio.sleep(0.5)
 
+    async def superseded(self) -> None:
+        """Returns once another scheduler leads."""
+        if self.engine is not None:
+            await self.engine.superseded.wait()
+
     async def stop(self) -> None:
         """Drains: refuses submits, lets live requests go on for the drain timeout, cancels the rest, then ends every stream."""
         engine = self.engine
         if engine is not None:
             engine.drain()
+            # A leader that was replaced has nobody to run what is live: its gateways take it to the new one.
+            patience = 0 if engine.superseded.is_set() else self.config.drain_timeout
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.config.drain_timeout):
+                async with asyncio.timeout(patience):
                     await engine.idle.wait()
             engine.end_all()
         for task in self._tasks:
@@ -162,11 +169,16 @@ async def run(config: SchedulerConfig, instance: str, stop: asyncio.Event) -> in
             log.error("scheduler cannot start", reason=str(error), flag=getattr(error, "param", None))
             stopping.cancel()
             return 1
-        await stopping
+        superseded = asyncio.create_task(process.superseded())
+        await asyncio.wait([stopping, superseded], return_when=asyncio.FIRST_COMPLETED)
+        code = 0 if stopping.done() else 1
+        stopping.cancel()
+        superseded.cancel()
     else:
+        code = 0
         start.cancel()
         await asyncio.gather(start, return_exceptions=True)
     log.info("scheduler stops")
     await process.stop()
     tracer.shutdown()
-    return 0
+    return code

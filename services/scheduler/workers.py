@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import grpc
 
 from libs.errors import ErrorCode, TokenloomError
-from libs.rpc import PROTOCOL_VERSION, connect, error_of
+from libs.rpc import PROTOCOL_VERSION, connect, detail_of, error_of
 from libs.telemetry.logs import get_logger
 from tokenloom.worker.v1 import worker_pb2, worker_pb2_grpc
 
@@ -36,8 +36,8 @@ class LinkOwner(Protocol):
     def next_epoch(self) -> tuple[int, int]:
         """The leader's fencing token and an epoch that was never used."""
 
-    def token_refused(self) -> None:
-        """A worker has seen a higher fencing token than ours."""
+    def token_refused(self, highest: int, *, was_attached: bool) -> None:
+        """A worker has seen the token `highest`, above ours; `was_attached`: and obeyed us before, so that another leader has come."""
 
     def worker_attached(self, link: WorkerLink, attached: worker_pb2.Attached) -> None:
         """The worker is clean and may be given batches. Raises TokenloomError when it does not fit the mesh."""
@@ -111,7 +111,8 @@ class WorkerLink:
         except grpc.RpcError as rpc_error:
             reason = error_of(rpc_error)
             if reason.code is ErrorCode.STALE_FENCING_TOKEN:
-                self.owner.token_refused()
+                refusal = detail_of(rpc_error, worker_pb2.FencingRefusal)
+                self.owner.token_refused(refusal.highest_fencing_token if refusal else 0, was_attached=self.attached)
             return reason
         except Exception as error:  # a bug here or nonsense from there must not leave the group attached to a dead link
             log.exception("worker stream broke", worker=self.address)

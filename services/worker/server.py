@@ -76,17 +76,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             return
         except TokenloomError as error:
             _log.warning("attach refused", reason=error.message)
-            await rpc.abort(context, error)
+            await rpc.abort(context, error, *self._details(error))
         yield await self._possess(stream, version)
         tasks = [asyncio.create_task(self._read(request_iterator, stream)), asyncio.create_task(self._beat(stream))]
         try:
             while not isinstance(item := await stream.outbox.get(), TokenloomError):
                 yield item
-            await rpc.abort(context, item)
+            await rpc.abort(context, item, *self._details(item))
         finally:
             for task in tasks:
                 task.cancel()
             self._release(stream)
+
+    def _details(self, error: TokenloomError) -> list[worker_pb2.FencingRefusal]:
+        """What a scheduler whose token is too low must know to lead again, or not to."""
+        stale = error.code is ErrorCode.STALE_FENCING_TOKEN
+        return [worker_pb2.FencingRefusal(highest_fencing_token=self._highest_token)] if stale else []
 
     def _admit(self, request: worker_pb2.RunRequest) -> tuple[_Stream, int]:
         """Checks the first message of a stream; the stream that was attached ends. Returns the new one and the version both will speak."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from libs.errors import ErrorCode
+from libs.errors import ErrorCode, TokenloomError
 from libs.sampling import SamplingParams
 from libs.store import SqliteStore
 from services.scheduler import workers
@@ -217,6 +218,22 @@ async def test_a_first_worker_with_another_tokenizer_leaves_the_scheduler_not_re
     await worker.wait_attaches(2)
     assert not session.window.ready
     assert mesh.engine.state is None
+
+
+async def test_a_leader_that_loses_its_worker_to_a_higher_token_steps_down(mesh: SchedulerMesh):
+    worker = await mesh.worker()
+    session = await (await mesh.session()).ready()
+    worker.gate.clear()
+    await session.submit(1, [1], params())
+    await worker.wait_batches(1)
+    token = mesh.engine.fencing_token
+    worker.highest_token = token + 5
+    await worker.end_stream(TokenloomError(ErrorCode.STALE_FENCING_TOKEN, "a new leader attached"))
+    await asyncio.wait_for(mesh.engine.superseded.wait(), 10)
+    assert mesh.engine.fencing_token == token, "it does not fight for the worker"
+    await session.cancel(1)
+    await session.ended(1)
+    worker.gate.set()
 
 
 async def test_a_fencing_token_that_is_too_low_is_raised(mesh: SchedulerMesh):

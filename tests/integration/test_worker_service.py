@@ -204,6 +204,13 @@ async def test_an_older_token_is_refused_and_a_newer_one_takes_over(stub: Any):
     second = Stream(stub, epoch=3, token=5)
     await second.attach()
     assert await ending_of(first) is ErrorCode.STALE_FENCING_TOKEN
+    refused = stub.Run()
+    await refused.write(worker_pb2.RunRequest(attach=worker_pb2.Attach(protocol_version=1, fencing_token=2, epoch=9)))
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        assert [response async for response in refused] == []
+    refusal = rpc.detail_of(ended.value, worker_pb2.FencingRefusal)
+    assert refusal is not None
+    assert refusal.highest_fencing_token == 5
     third = Stream(stub, epoch=4, token=5)
     await third.attach()
     assert await ending_of(second) is ErrorCode.SESSION_LOST

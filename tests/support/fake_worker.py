@@ -85,7 +85,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.attaches.append(attach)
         await self._notify()
         if attach.fencing_token < self.highest_token:
-            await abort(context, TokenloomError(ErrorCode.STALE_FENCING_TOKEN, f"a scheduler with token {self.highest_token} was here"))
+            error = TokenloomError(ErrorCode.STALE_FENCING_TOKEN, f"a scheduler with token {self.highest_token} was here")
+            await abort(context, error, worker_pb2.FencingRefusal(highest_fencing_token=self.highest_token))
         self.highest_token = attach.fencing_token
         self.running_us = 0
         self.model = ModelWorker(self.blocks, self.slots, epoch=attach.epoch)
