@@ -30,6 +30,10 @@ class SchedulerConfig(ServiceConfig):
         3.0, ge=0, description="Step N+1 is planned and sent when step N is predicted to end within this time. 0: only after N's result."
     )
     worker_grace: float = Field(60.0, gt=0, description="Seconds that requests wait for a worker to come back before they fail with 503.")
-    step_timeout: float = Field(120.0, gt=0, description="Seconds after which a worker whose step has not ended counts as hung.")
+    step_timeout: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds after which a worker whose step has not ended counts as hung; sooner after 100 times what such steps took.",
+    )
     stats_interval: float = Field(10.0, gt=0, description="Seconds between the log lines of statistics.")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that live requests may go on after SIGTERM before they are cancelled.")

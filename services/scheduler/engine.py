@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from libs.clock import Clock
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import count_ids
-from libs.rpc import PROTOCOL_VERSION
 from libs.telemetry.logs import get_logger
 from libs.telemetry.tracing import TraceParent, Tracer
 from libs.text.table import TextTable
@@ -26,7 +25,7 @@ from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import CancelReason, Ending, RequestEvent, RequestKey, Residency, WaitReason
 from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import StopRules
-from services.scheduler.facts import check_fit, limits_of, model_facts
+from services.scheduler.facts import check_fit, limits_of, welcome_of, window_of
 from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.pace import Pace
@@ -69,8 +68,6 @@ class Engine:
         self.idle = asyncio.Event()
         self.idle.set()
         self.superseded = asyncio.Event()
-
-    # -- workers ------------------------------------------------------------------------------------------------------------------
 
     def next_epoch(self) -> tuple[int, int]:
         """See LinkOwner."""
@@ -128,6 +125,14 @@ class Engine:
         self._publish(effects)
         self.kick()
 
+    def step_patience_us(self, link: WorkerLink) -> float:
+        """See LinkOwner: judged against the predicted time of the step, --step-timeout at most."""
+        pace, state, most_us = self._paces.get(link.name), self.state, self._config.step_timeout * 1e6
+        if pace is None or state is None:
+            return most_us
+        in_flight = state.groups[link.name].in_flight
+        return pace.patience_us(in_flight[0] if in_flight else None, most_us)
+
     def worker_answered(self, link: WorkerLink, result: worker_pb2.StepResult) -> None:
         """See LinkOwner."""
         pace, state = self._paces.get(link.name), self.state
@@ -163,8 +168,6 @@ class Engine:
             metrics.step_tokens.observe(head.tokens)
         for since in pace.take_freed(head.number):
             metrics.cancel_to_free.observe((now - since) / 1e9)
-
-    # -- steps --------------------------------------------------------------------------------------------------------------------
 
     def kick(self) -> None:
         """Plans for every group once the current burst of messages has been read."""
@@ -215,8 +218,6 @@ class Engine:
             return None
         return client.trace.wire(started=request.timeline.first_token_ns > 0)
 
-    # -- sessions -----------------------------------------------------------------------------------------------------------------
-
     def open_session(self, session: GatewaySession) -> None:
         """See SessionOwner."""
         for old in [other for other in self._sessions.values() if other.gateway == session.gateway]:
@@ -242,19 +243,12 @@ class Engine:
         log.info("gateway session closed", gateway=session.name)
 
     def _welcome(self) -> scheduler_pb2.Welcome:
-        return scheduler_pb2.Welcome(
-            protocol_version=PROTOCOL_VERSION,
-            leader_token=self._leadership.token,
-            shard=self._config.shard,
-            model=model_facts(self._facts) if self._facts else None,
-        )
+        return welcome_of(self._facts, self._leadership.token, self._config.shard)
 
     def window(self, session: GatewaySession) -> scheduler_pb2.Window:
         """See SessionOwner: an equal share of what may be live, at least one sequence of full length."""
-        reason, config, sessions = self._not_ready(), self._config, max(1, len(self._sessions))
-        share, length = max(1, config.max_queue // sessions), self._facts.max_model_len if self._facts else 0
-        tokens = max(length, config.max_queue_tokens // sessions) if config.max_queue_tokens else share * length
-        return scheduler_pb2.Window(max_outstanding=share, max_outstanding_tokens=tokens, ready=not reason, not_ready_reason=reason)
+        length = self._facts.max_model_len if self._facts else 0
+        return window_of(self._config, len(self._sessions), length, self._not_ready())
 
     def _not_ready(self) -> str:
         if self._draining:
@@ -334,8 +328,6 @@ class Engine:
         else:
             self._metrics.cancel_to_free.observe(0.0)
 
-    # -- time ---------------------------------------------------------------------------------------------------------------------
-
     def _arm_deadline(self) -> None:
         due = self.state.next_deadline_ns if self.state else None
         if self._deadline_timer is not None:
@@ -379,8 +371,6 @@ class Engine:
         """Cancels every live request because the process ends."""
         for key in list(self.state.requests) if self.state else []:
             self._cancel(key, CancelReason.SHUTDOWN)
-
-    # -- effects ------------------------------------------------------------------------------------------------------------------
 
     def _publish(self, effects: Effects) -> None:
         """Hands deltas and endings to the sessions' outboxes, then counts and traces."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from libs.blocks import BLOCK_SIZE
 from libs.errors import ErrorCode, TokenloomError
+from libs.rpc import PROTOCOL_VERSION
 from libs.telemetry.logs import get_logger
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.state import Limits
@@ -66,3 +67,18 @@ def model_facts(facts: worker_pb2.WorkerFacts) -> scheduler_pb2.ModelFacts:
         eos_token_ids=facts.eos_token_ids,
         defaults=facts.defaults,
     )
+
+
+def welcome_of(facts: worker_pb2.WorkerFacts | None, leader_token: int, shard: int) -> scheduler_pb2.Welcome:
+    """What a session is told first, and again once a worker (whose `facts` are None until then) has attached."""
+    model = model_facts(facts) if facts else None
+    return scheduler_pb2.Welcome(protocol_version=PROTOCOL_VERSION, leader_token=leader_token, shard=shard, model=model)
+
+
+def window_of(config: SchedulerConfig, sessions: int, max_model_len: int, not_ready: str) -> scheduler_pb2.Window:
+    """One of `sessions` equal shares of what may be live, at least one sequence of full length. `not_ready`: why not; empty: ready."""
+    share = max(1, config.max_queue // max(1, sessions))
+    tokens = share * max_model_len
+    if config.max_queue_tokens:
+        tokens = max(max_model_len, config.max_queue_tokens // max(1, sessions))
+    return scheduler_pb2.Window(max_outstanding=share, max_outstanding_tokens=tokens, ready=not not_ready, not_ready_reason=not_ready)

@@ -11,6 +11,8 @@ from services.scheduler.workers import WorkerLink
 
 # A step is slow, and says so in the traces of its requests, when it takes so many times what its class takes, and at least so long.
 _SLOW_FACTOR, _SLOW_LEAST_US = 3.0, 100_000
+# It counts as hung after so many times, and so long: on shared cores a step was seen to take forty times its usual.
+_HUNG_FACTOR, _HUNG_LEAST_US = 100.0, 20_000_000
 
 
 @dataclass(slots=True)
@@ -33,6 +35,11 @@ class Pace:
         """Microseconds until the batch behind the running `head` should be sent (negative: it is late); None: not foreseeable."""
         predicted_us = self.predictor.predict_us(head.tokens, len(head.rows))
         return None if predicted_us is None else predicted_us - margin_us - (now_ns - self.started_ns) / 1000
+
+    def patience_us(self, head: StepPlan | None, most_us: float) -> float:
+        """How long the running `head` may run before the worker counts as hung: many times what its class takes, at most `most_us`."""
+        predicted_us = self.predictor.predict_us(head.tokens, len(head.rows)) if head else None
+        return most_us if predicted_us is None else min(most_us, max(_HUNG_LEAST_US, _HUNG_FACTOR * predicted_us))
 
     def observe(self, head: StepPlan, total_us: int) -> bool:
         """Learns from a step that ran; whether it was slow for its class."""

@@ -101,7 +101,7 @@ class SchedulerProcess:
 
     def _link(self, address: str) -> None:
         if self.engine is not None and address not in self.links:
-            self.links[address] = WorkerLink(address, self.engine, self.config.step_timeout)
+            self.links[address] = WorkerLink(address, self.engine)
             self.links[address].start()
 
     async def _watch_registry(self) -> None:

@@ -45,6 +45,9 @@ class LinkOwner(Protocol):
     def worker_lost(self, link: WorkerLink, *, crashed: bool) -> None:
         """The stream of an attached worker is gone; `crashed`: not because the worker drains."""
 
+    def step_patience_us(self, link: WorkerLink) -> float:
+        """How long the worker's running step may run before it counts as hung."""
+
     def worker_answered(self, link: WorkerLink, result: worker_pb2.StepResult) -> None:
         """A batch's outcome has arrived. Raises LostWorker when the answer shows that the worker must be attached anew."""
 
@@ -59,7 +62,6 @@ class WorkerLink:
 
     address: str
     owner: LinkOwner
-    step_timeout: float
     outgoing: asyncio.Queue[worker_pb2.RunRequest] = field(default_factory=asyncio.Queue)
     attached: bool = False
     task: asyncio.Task[None] | None = None
@@ -169,7 +171,7 @@ class WorkerLink:
                 self.owner.worker_answered(self, message.result)
             case "heartbeat" if message.heartbeat.epoch == epoch:
                 self.heartbeat = message.heartbeat
-                if message.heartbeat.running_us > self.step_timeout * 1e6:
+                if message.heartbeat.running_us > self.owner.step_patience_us(self):
                     step = message.heartbeat.running_step
                     raise LostWorker(f"step {step} has been running for {message.heartbeat.running_us / 1e6:.0f} s: the worker hangs")
             case _:

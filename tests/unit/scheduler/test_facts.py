@@ -8,7 +8,7 @@ import pytest
 
 from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.facts import check_fit, limits_of, model_facts
+from services.scheduler.facts import check_fit, limits_of, model_facts, window_of
 from tokenloom.common.v1 import common_pb2
 from tokenloom.worker.v1 import worker_pb2
 
@@ -102,3 +102,15 @@ def test_gateways_are_told_what_they_need_of_the_model():
     told = model_facts(facts(defaults=common_pb2.GenerationDefaults(temperature=0.5)))
     assert (told.max_model_len, told.vocab_size, list(told.eos_token_ids)) == (128, 40, [0, 1])
     assert (told.fingerprints.tokenizer, told.defaults.temperature) == ("t", 0.5)
+
+
+def test_sessions_share_what_may_be_live_and_each_may_send_one_sequence() -> None:
+    config = SchedulerConfig(max_queue=8, max_queue_tokens=1000)
+    windows = [window_of(config, sessions, 128, "") for sessions in (0, 1, 2, 100)]
+    assert [(window.max_outstanding, window.max_outstanding_tokens) for window in windows] == [(8, 1000), (8, 1000), (4, 500), (1, 128)]
+    assert window_of(SchedulerConfig(max_queue=8), 2, 128, "").max_outstanding_tokens == 4 * 128
+
+
+def test_a_window_says_why_it_is_shut() -> None:
+    window = window_of(SchedulerConfig(), 1, 128, "no worker is attached")
+    assert (window.ready, window.not_ready_reason) == (False, "no worker is attached")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -36,7 +37,7 @@ class _Call:
 
 
 def link() -> WorkerLink:
-    return WorkerLink("unix:/nowhere", None, 1.0)  # type: ignore[arg-type]
+    return WorkerLink("unix:/nowhere", SimpleNamespace(step_patience_us=lambda _: 1e6))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("turns", range(6))
