@@ -65,6 +65,7 @@ class ErrorCode(enum.Enum):
     NON_FINITE = ErrorSpec(502, _S.INTERNAL, 500, "non_finite")
     DEAD_END = ErrorSpec(503, _S.FAILED_PRECONDITION, 422, "constraint_dead_end")
     CANNOT_FIT = ErrorSpec(504, _S.INVALID_ARGUMENT, 400, "cannot_fit")
+    OUT_OF_MEMORY = ErrorSpec(506, _S.RESOURCE_EXHAUSTED, 500, "out_of_memory", migratable=True)
     STEP_FAILED = ErrorSpec(505, _S.INTERNAL, 500, "step_failed", migratable=True)
 
     PROTOCOL_VERSION = ErrorSpec(600, _S.FAILED_PRECONDITION, 500, "protocol_version")

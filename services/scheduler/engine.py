@@ -155,7 +155,8 @@ class Engine:
                 row.request.timeline.note(slow)
         self._dispatch(group, pace)
         if outcome.error is not None:
-            log.error("batch did not run", worker=link.name, step=outcome.number, error=outcome.error.message)
+            budget = group.most_tokens or state.limits.max_tokens_per_step
+            log.error("batch did not run", worker=link.name, step=outcome.number, error=outcome.error.message, token_budget=budget)
         self._account_step(group, pace, head, now)
         self._publish(effects)
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from libs.clock import SystemClock
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import pack_ids
@@ -67,7 +69,8 @@ class Steps:
             return self._failed(batch, error)
         except (Exception, MemoryError) as error:
             _log.exception("step failed", number=batch.number, rows=len(batch.rows))
-            return self._failed(batch, TokenloomError(ErrorCode.STEP_FAILED, f"{type(error).__name__}: {error}"))
+            code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.STEP_FAILED
+            return self._failed(batch, TokenloomError(code, f"{type(error).__name__}: {error}"))
         stages = [(row, row.slot.in_prefill) for row in staged.rows]
         gone = self._slots.commit(staged, executed.tokens)
         ended_ns = self._clock.monotonic_ns()
@@ -150,3 +153,8 @@ def _result(batch: Batch, staged: StagedStep, executed: Executed) -> worker_pb2.
         token_counts=counts,
         token_ids=pack_ids(tokens),
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed for want of memory: then a smaller one may succeed. torch's CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

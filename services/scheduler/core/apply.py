@@ -16,6 +16,8 @@ from services.scheduler.core.stopping import FinishReason
 
 # Outcomes of rows whose tokens were computed: their blocks hold what their names say.
 _COMPUTED = (RowOutcome.OK, RowOutcome.CONSTRAINT_COMPLETE, RowOutcome.DEAD_END)
+# Tokens below which a step's memory is not the budget's fault.
+_LEAST_BUDGET = 64
 _ROW_ERRORS = {
     RowOutcome.DEAD_END: (ErrorCode.DEAD_END, "the constraint allows no further token"),
     RowOutcome.NON_FINITE: (ErrorCode.NON_FINITE, "the model's output was not finite"),
@@ -140,10 +142,19 @@ def _apply_failed(state: SchedulerState, group: Group, plan: StepPlan, outcome: 
     _unresolve(plan)
     group.ledger.resolve(plan.number)
     group.closing.update(plan.closes)
-    if outcome.outcome is not BatchOutcome.NOT_RUN and not group.broken:
+    if outcome.outcome is not BatchOutcome.NOT_RUN and not group.broken and not _smaller_steps_help(state, group, plan, outcome):
         group.suspects = _live(plan)
     group.broken = True
     _recover_if_drained(state, group, now_ns, effects)
+
+
+def _smaller_steps_help(state: SchedulerState, group: Group, plan: StepPlan, outcome: StepOutcome) -> bool:
+    """Whether the batch failed for want of memory and may be smaller: then nobody is suspect, and the group's budget is halved for good."""
+    ran_out = outcome.error is not None and outcome.error.code is ErrorCode.OUT_OF_MEMORY
+    if not ran_out or not state.limits.chunked_prefill or plan.tokens <= _LEAST_BUDGET:
+        return False
+    group.most_tokens = max(_LEAST_BUDGET, plan.tokens // 2)
+    return True
 
 
 def _recover_if_drained(state: SchedulerState, group: Group, now_ns: int, effects: Effects) -> None:

@@ -40,7 +40,7 @@ class _Draft:
 
     def __init__(self, state: SchedulerState, group: Group, isolated: bool, now_ns: int) -> None:
         self._state, self._group, self._isolated, self._now = state, group, isolated, now_ns
-        self._budget = state.limits.max_tokens_per_step
+        self._budget = min(state.limits.max_tokens_per_step, group.most_tokens or state.limits.max_tokens_per_step)
         # With nothing in flight every request is far enough from its last batch, and the numbers must say so.
         self._number = group.last_number + (1 if group.in_flight else group.feed_forward_distance)
         self._plan = StepPlan(group.name, group.epoch, self._number, group.chain_head, planned_ns=now_ns)

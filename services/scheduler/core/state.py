@@ -51,7 +51,8 @@ class Group:
     """One worker group: its blocks, slots, running requests in the order of their admission, and the chain of batches in flight.
 
     `chain_head`: the predecessor of the next batch (0: none). `broken`: a batch failed, and those behind it have not all reported;
-    `suspects` stood in it. `closing`: slots that the worker may forget.
+    `suspects` stood in it. `most_tokens`: the token budget that the worker's memory allows, once it ran out (None: it never did).
+    `closing`: slots that the worker may forget.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Group:
     broken: bool = False
     suspects: list[Request] = field(default_factory=list)
     admissions: int = 0
+    most_tokens: int | None = None
 
     @classmethod
     def new(cls, name: str, epoch: int, *, num_blocks: int, num_slots: int, max_in_flight: int = 2, distance: int = 1) -> Group:

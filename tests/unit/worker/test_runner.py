@@ -152,14 +152,14 @@ def test_a_result_says_where_the_time_went(bench: Bench):
     assert timings.idle_us > 0
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no kernel"), MemoryError()])
-def test_a_failed_step_leaves_slots_as_they_were_and_the_runner_alive(bench: Bench, error: BaseException):
+@pytest.mark.parametrize(("error", "code"), [(RuntimeError("no kernel"), ErrorCode.STEP_FAILED), (MemoryError(), ErrorCode.OUT_OF_MEMORY)])
+def test_a_failed_step_leaves_slots_as_they_were_and_the_runner_alive(bench: Bench, error: BaseException, code: ErrorCode):
     bench.open(1)
     bench.engine.failures = [error]
     bench.send(2, 1, [0, 1], opens=[bench.opening(1)], closes=[0])
     failed = bench.result()
     assert failed.outcome == FAILED
-    assert ErrorCode.from_number(failed.error.code) is ErrorCode.STEP_FAILED
+    assert ErrorCode.from_number(failed.error.code) is code
     bench.send(3, 2)
     assert bench.result().outcome == NOT_RUN
     bench.send(4, 0, [0, 1])
