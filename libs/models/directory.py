@@ -115,7 +115,10 @@ class ModelDirectory:
         """The safetensors files that hold the weights, or the one GGUF file. Raises TokenloomError(INVALID_REQUEST) when there are none."""
         index = self._json("model.safetensors.index.json", optional=True)
         if index:
-            files = sorted({self.path / name for name in index["weight_map"].values()})
+            names = index.get("weight_map")
+            if not isinstance(names, dict):
+                raise _broken(f"{self.path / 'model.safetensors.index.json'} has no weight_map")
+            files = sorted({self.path / name for name in names.values()})
             missing = [file.name for file in files if not file.is_file()]
             if missing:
                 raise _broken(f"{self.path} lacks the weight files {', '.join(missing)}")

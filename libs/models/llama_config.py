@@ -57,7 +57,7 @@ class LlamaConfig:
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
             parsed = cls(
-                architectures=tuple(config.get("architectures") or ()),
+                architectures=_architectures(config),
                 hidden_size=hidden,
                 num_hidden_layers=int(config["num_hidden_layers"]),
                 num_attention_heads=heads,
@@ -76,9 +76,10 @@ class LlamaConfig:
             )
         except KeyError as error:
             raise TokenloomError(ErrorCode.INVALID_REQUEST, f"config.json has no {error.args[0]}") from error
-        except (TypeError, ValueError, ZeroDivisionError) as error:
+        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
             raise TokenloomError(ErrorCode.INVALID_REQUEST, f"config.json has a value of the wrong kind: {error}") from error
-        if parsed.num_key_value_heads < 1 or parsed.num_attention_heads % parsed.num_key_value_heads:
+        _refuse_impossible(parsed)
+        if parsed.num_attention_heads % parsed.num_key_value_heads:
             raise TokenloomError(
                 ErrorCode.INVALID_REQUEST,
                 f"{parsed.num_attention_heads} query heads cannot share {parsed.num_key_value_heads} key-value heads evenly",
@@ -86,8 +87,33 @@ class LlamaConfig:
         return parsed
 
 
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "rope_theta",
+)
+
+
+def _refuse_impossible(config: LlamaConfig) -> None:
+    """Numbers that no model has: they would fail far from here, or compute nothing but NaN."""
+    for name in _SIZES:
+        if not getattr(config, name) > 0:
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, f"config.json has {name} {getattr(config, name)}; it must be positive")
+    if config.head_dim % 2:
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"config.json has head_dim {config.head_dim}; rotation needs an even number")
+    scaling = config.rope_scaling
+    if scaling is not None and not (scaling.factor > 0 and scaling.low_freq_factor < scaling.high_freq_factor):
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"config.json has a rope scaling that is none: {scaling}")
+
+
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    architectures = config.get("architectures") or ()
+    architectures = _architectures(config)
     if not any(name in SUPPORTED_ARCHITECTURES for name in architectures):
         named = ", ".join(architectures) or "none named"
         raise TokenloomError(
@@ -96,14 +122,25 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         )
     if config.get("hidden_act", "silu") != "silu":
         raise TokenloomError(ErrorCode.UNSUPPORTED, f"the activation {config['hidden_act']!r} is not supported; supported: silu")
-    if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method", "unnamed")
+    partial = _rope(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1:
+        raise TokenloomError(ErrorCode.UNSUPPORTED, f"heads that are rotated in part (partial_rotary_factor {partial}) are not supported")
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, Mapping) else quantization
         raise TokenloomError(ErrorCode.UNSUPPORTED, f"weights quantised by the method {method!r} are not supported")
+
+
+def _architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
+    listed = config.get("architectures") or ()
+    return (listed,) if isinstance(listed, str) else tuple(listed)
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """transformers 5 keeps theta and scaling in `rope_parameters`; 4 keeps the scaling alone in `rope_scaling`."""
-    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"config.json's rope parameters are no object: {rope!r}")
     return rope
 
 

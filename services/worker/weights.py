@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import gguf
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.llama_config import LlamaConfig
@@ -55,14 +55,14 @@ def open_source(files: tuple[Path, ...], config: LlamaConfig) -> Source:
     try:
         return GgufSource(files[0], config) if files[0].suffix == ".gguf" else SafetensorsSource(files)
     except (OSError, ValueError, KeyError) as error:
-        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"cannot read {files[0]}: {error}") from error
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"cannot read the weights in {files[0].parent}: {error}") from error
 
 
 class SafetensorsSource:
     """Tensors of one or several safetensors files, read when asked for."""
 
     def __init__(self, files: tuple[Path, ...]) -> None:
-        self._files: dict[Path, Any] = {file: safe_open(file, framework="pt") for file in files}
+        self._files: dict[Path, Any] = {file: _opened(file) for file in files}
         self._where = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118 - no mapping
 
     @property
@@ -76,7 +76,17 @@ class SafetensorsSource:
         if file is None:
             return None
         tensor: torch.Tensor = self._files[file].get_tensor(name)
+        if not tensor.is_floating_point():
+            raise TokenloomError(ErrorCode.UNSUPPORTED, f"{name} is stored as {tensor.dtype}: quantised weights are not supported")
         return tensor
+
+
+def _opened(file: Path) -> Any:
+    """The file, opened; raises ValueError with its name when it is broken."""
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file.name} is no complete safetensors file ({error})") from error
 
 
 class GgufSource:

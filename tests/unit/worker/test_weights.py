@@ -115,3 +115,20 @@ def test_names_of_both_worlds():
     assert gguf_name("model.layers.0.post_attention_layernorm.weight") == "blk.0.ffn_norm.weight"
     assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
     assert gguf_name("lm_head.weight") == "output.weight"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, None])
+def test_a_broken_safetensors_file_is_refused_by_its_name(tmp_path: Path, config: LlamaConfig, content: bytes | None):
+    whole, broken = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"x.weight": torch.ones(8)}, whole)
+    broken.write_bytes(whole.read_bytes()[:-4] if content is None else content)
+    with pytest.raises(TokenloomError, match=r"b\.safetensors") as caught:
+        open_source((whole, broken), config)
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_weights_stored_as_integers_are_refused(tmp_path: Path, config: LlamaConfig):
+    file = tmp_path / "a.safetensors"
+    save_file({"x.weight": torch.ones(8, dtype=torch.int8)}, file)
+    with pytest.raises(TokenloomError, match=r"x\.weight is stored as torch\.int8"):
+        open_source((file,), config).tensor("x.weight")
