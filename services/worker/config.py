@@ -38,7 +38,9 @@ class WorkerConfig(ServiceConfig):
         description="Share of the device's memory (CPUs: the machine's or the container's) for weights and KV cache together. "
         "None: a KV cache of 4 GiB, or a quarter of the memory where that is less.",
     )
-    threads: int | None = Field(None, ge=1, description="Threads of the forward pass. None: the CPUs this process may use.")
+    threads: int | None = Field(
+        None, ge=1, description="Threads of the forward pass. None: the CPUs this process may use (a container's quota counts)."
+    )
     batch_invariant: bool = Field(
         True,
         description="Compute each row with the same arithmetic whatever else is in the step, so that neighbours change no token. "

@@ -15,7 +15,7 @@ from libs.models.directory import ModelDirectory
 from libs.models.llama_config import LlamaConfig
 from libs.sampling import SamplingParams
 from libs.telemetry.logs import get_logger
-from services.worker import facts, kv_cache, numerics, weights
+from services.worker import facts, host, kv_cache, numerics, weights
 from services.worker.batch import Batch, Opening, Row
 from services.worker.config import WorkerConfig
 from services.worker.models.registry import Model, build
@@ -136,7 +136,7 @@ def _cache_size(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype) ->
     budget = kv_cache.budget_bytes(
         wanted=config.kv_cache_memory_bytes,
         utilization=config.gpu_memory_utilization,
-        memory=kv_cache.machine_memory(),
+        memory=host.machine_memory(),
         weights=weight_bytes(model, dtype),
     )
     size = kv_cache.size_cache(

@@ -10,9 +10,7 @@ cleared at start: pages are taken from the operating system only when first writ
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -44,35 +42,6 @@ def allocate(config: LlamaConfig, num_blocks: int, dtype: torch.dtype) -> list[L
     except RuntimeError as error:
         size = num_blocks * block_bytes(config, dtype)
         raise TokenloomError(ErrorCode.CANNOT_FIT, f"no memory for a KV cache of {size / GIB:.2f} GiB: {error}") from error
-
-
-def machine_memory(root: Path = Path("/")) -> int:
-    """Bytes this process may use: the machine's memory or the tightest cgroup limit above it, whichever is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *_cgroup_limits(root)])
-
-
-def _cgroup_limits(root: Path) -> list[int]:
-    """Memory limits of this process's cgroups (version 2, and version 1's memory controller), without unreadable and unlimited ones."""
-    limits = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        base, name = (root / "sys/fs/cgroup", "memory.max") if not controllers else (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes")
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(base):
-                break
-            try:
-                limits.append(int((folder / name).read_text()))
-            except (OSError, ValueError):  # no such file in the root group; "max" is no number
-                continue
-    return limits
 
 
 def budget_bytes(*, wanted: int | None, utilization: float | None, memory: int, weights: int) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.logs import get_logger
+from services.worker import host
 from services.worker.config import WorkerConfig
 from services.worker.kernels.cpu.build import BuildError, ensure_library
 from services.worker.ops.base import HeadShape, Ops
@@ -28,8 +27,8 @@ def choose_dtype(name: str) -> torch.dtype:
 
 
 def use_threads(wanted: int | None) -> int:
-    """Sets torch's team for this process: `wanted`, else the CPUs that the process may use. Returns its size."""
-    threads = wanted or len(os.sched_getaffinity(0))
+    """Sets torch's team for this process: `wanted`, else the CPUs that the process or its container may use. Returns its size."""
+    threads = wanted or host.usable_cpus()
     torch.set_num_threads(threads)
     return threads
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.directory import ModelDirectory
-from services.worker.kv_cache import GIB, allocate, block_bytes, budget_bytes, machine_memory, size_cache
+from services.worker.kv_cache import GIB, allocate, block_bytes, budget_bytes, size_cache
 
 
 def test_a_block_counts_keys_and_values_of_all_layers(tiny_llama_dir: Path):
@@ -54,25 +54,3 @@ def test_a_length_that_was_asked_for_is_refused_not_lowered():
         size_cache(budget=10_000, bytes_per_block=1000, wanted_len=200, model_len=4096)
     with pytest.raises(TokenloomError, match="exceeds the model's 100"):
         size_cache(budget=10**6, bytes_per_block=1000, wanted_len=200, model_len=100)
-
-
-def test_the_tightest_limit_of_the_groups_above_counts(tmp_path: Path):
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
-    group = tmp_path / "sys/fs/cgroup/a/b"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("max\n")
-    assert machine_memory(tmp_path) == machine_memory(Path("/nowhere"))
-    (group.parent / "memory.max").write_text("1000000\n")
-    assert machine_memory(tmp_path) == 1_000_000
-    (group / "memory.max").write_text("999\n")
-    assert machine_memory(tmp_path) == 999
-
-
-def test_limits_of_the_first_version_of_cgroups_count_too(tmp_path: Path):
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("5:memory:/job\n4:cpu:/job\n")
-    group = tmp_path / "sys/fs/cgroup/memory/job"
-    group.mkdir(parents=True)
-    (group / "memory.limit_in_bytes").write_text("4096")
-    assert machine_memory(tmp_path) == 4096

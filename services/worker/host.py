@@ -1,0 +1,62 @@
+"""What of the machine this process may use: its memory and CPUs, less where a control group (a container) allows less."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def machine_memory(root: Path = Path("/")) -> int:
+    """Bytes this process may use: the machine's memory or the tightest cgroup limit above it, whichever is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [_number(folder / ("memory.max" if unified else "memory.limit_in_bytes")) for folder, unified in _groups(root, "memory")]
+    return min([total, *(limit for limit in limits if limit is not None)])
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """CPUs this process may use: those it may run on, or the tightest cgroup quota above it (rounded up), whichever is less.
+
+    A team of more threads than the quota allows uses it up in a moment and then stands still for the rest of each period.
+    """
+    quotas = [_quota(folder, unified=unified) for folder, unified in _groups(root, "cpu")]
+    return min([len(os.sched_getaffinity(0)), *(max(1, math.ceil(quota)) for quota in quotas if quota is not None)])
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Folders of this process's cgroups from its own to the root, and whether each is of version 2 (else version 1's of `controller`)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / (controller if controllers else "")
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(base):
+                break
+            yield folder, not controllers
+
+
+def _quota(folder: Path, *, unified: bool) -> float | None:
+    """CPUs that a group's quota amounts to; None: it has none."""
+    if not unified:
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    else:
+        try:
+            quota, period = (int(number) for number in (folder / "cpu.max").read_text().split())
+        except (OSError, ValueError):  # the root group has no such file; "max" is no number
+            return None
+    return quota / period if quota and period and quota > 0 else None
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None: there is no such file, or it says "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
