@@ -187,6 +187,9 @@ def _token_text(token: Any) -> str | None:
 
 
 def _id_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, list) else [int(value)]
+    """The ids of an `eos_token_id`: absent, one, or several. Raises TokenloomError(INVALID_REQUEST) when one is no token id."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for item in ids:
+        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < 2**32:
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, f"eos_token_id {item!r} is no token id", param="eos_token_id")
+    return ids

@@ -77,9 +77,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         except TokenloomError as error:
             _log.warning("attach refused", reason=error.message)
             await rpc.abort(context, error, *self._details(error))
-        yield await self._possess(stream, version)
-        tasks = [asyncio.create_task(self._read(request_iterator, stream)), asyncio.create_task(self._beat(stream))]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            yield await self._possess(stream, version)
+            tasks += [asyncio.create_task(self._read(request_iterator, stream)), asyncio.create_task(self._beat(stream))]
             while not isinstance(item := await stream.outbox.get(), TokenloomError):
                 yield item
             await rpc.abort(context, item, *self._details(item))

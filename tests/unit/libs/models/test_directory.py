@@ -149,3 +149,11 @@ def test_fingerprints_follow_what_they_stand_for(folder, tmp_path):
     assert original.tokenizer_fingerprint == same.tokenizer_fingerprint == other.tokenizer_fingerprint
     (tmp_path / "same" / "chat_template.jinja").write_text("another")
     assert ModelDirectory(tmp_path / "same").tokenizer_fingerprint != original.tokenizer_fingerprint
+
+
+@pytest.mark.parametrize("value", ["x", -1, 2**40, True, [2, "0"]])
+def test_an_end_of_sequence_that_is_no_token_id_is_refused_by_name(folder, value):
+    model = rewrite(folder, "config.json", eos_token_id=value)
+    with pytest.raises(TokenloomError, match="eos_token_id") as caught:
+        _ = model.eos_token_ids
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
