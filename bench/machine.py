@@ -18,7 +18,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the client ran; the server's machine too where the URL is local. `commit` is this tree's, with "+" where it is modified."""
+    """Where the client ran; the server's machine too where the URL is local. `client_commit` is of the tree
+    that this client runs from, with "+" where it is modified: a server says nothing of its own."""
 
     cpu: str
     cores: int
@@ -26,7 +27,7 @@ class Machine:
     system: str
     python: str
     packages: dict[str, str]
-    commit: str | None
+    client_commit: str | None
     load_average_before: float
 
     @classmethod
@@ -39,7 +40,7 @@ class Machine:
             system=f"{platform.system()} {platform.release()} {platform.machine()}",
             python=platform.python_version(),
             packages={name: version for name in _PACKAGES if (version := _version(name))},
-            commit=_commit(),
+            client_commit=_commit(),
             load_average_before=round(psutil.getloadavg()[0], 2),
         )
 
