@@ -18,8 +18,10 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the client ran; the server's machine too where the URL is local. `client_commit` is of the tree
-    that this client runs from, with "+" where it is modified: a server says nothing of its own."""
+    """Where the client ran; the server's machine too where the URL is local.
+
+    `client_commit` is of the tree that this client runs from, with "+" where it is modified: a server says nothing of its own.
+    """
 
     cpu: str
     cores: int

@@ -58,7 +58,7 @@ class Result:
             found.append(f"{facts.without_usage} answers came without usage: their tokens are not counted")
         if self.workload.ignore_eos and facts.short_outputs:
             found.append(
-                f"{facts.short_outputs} outputs are shorter than {self.workload.output_len} tokens: the server stops at the end of text"
+                f"{facts.short_outputs} outputs have less than {self.workload.output_len} tokens: the server does not ignore the end"
             )
         if self.cpu.others_cores > 0.1:
             found.append(f"other processes used {self.cpu.others_cores:.2f} of {self.machine.cores} cores meanwhile")
@@ -66,7 +66,7 @@ class Result:
 
     def _times(self) -> Table:
         facts, name = self.statistics, f"workload {self.workload_name}" if self.workload_name else "load"
-        load = f"{self.workload.concurrency} streams" if self.workload.concurrency else f"{self.workload.rate:g} requests/s"
+        load = f"{self.workload.concurrency} in flight" if self.workload.concurrency else f"{self.workload.rate:g} requests/s"
         shape = self.workload.shape
         lengths = f"{f'{shape.prefix_len} shared + ' if shape.prefix_len else ''}{shape.input_len} in / {self.workload.output_len} out"
         table = Table("ms", *(f.name for f in dataclasses.fields(Distribution)), title=f"{name}: {load}, {lengths}")
