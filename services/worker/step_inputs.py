@@ -36,7 +36,6 @@ def build_inputs(rows: Sequence[StagedRow]) -> StepInputs:
         block_tables=torch.from_numpy(tables),
         sampled=torch.from_numpy(sampled),
         longest=longest,
-        longest_query=int(counts.max()),
     )
 
 

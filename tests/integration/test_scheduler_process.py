@@ -15,19 +15,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from libs.errors import ErrorCode
 from libs.rpc import connect
-from libs.sampling import SamplingParams
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.server import run
-from tests.support.scheduler_mesh import SchedulerMesh
+from tests.support.scheduler_mesh import SchedulerMesh, params
 from tokenloom.common.v1 import common_pb2
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE = "tokenloom.scheduler.v1.SchedulerService"
 REPOSITORY = Path(__file__).parents[2]
-
-
-def params(**fields: object) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 20, "temperature": 0.0, "ignore_eos": True, **fields})  # type: ignore[arg-type]
 
 
 async def follow_health(address: str, wanted: Any, service: str = "") -> None:

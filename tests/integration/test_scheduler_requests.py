@@ -12,12 +12,8 @@ from libs.sampling import SamplingParams
 from libs.telemetry.tracing import TraceParent
 from tests.support.core import RULES
 from tests.support.model_worker import expected_output
-from tests.support.scheduler_mesh import SchedulerMesh
+from tests.support.scheduler_mesh import SchedulerMesh, params
 from tokenloom.common.v1 import common_pb2
-
-
-def params(**fields: object) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 20, "temperature": 0.0, "ignore_eos": True, **fields})  # type: ignore[arg-type]
 
 
 @pytest.fixture

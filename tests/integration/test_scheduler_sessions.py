@@ -13,19 +13,14 @@ import pytest
 from libs.errors import ErrorCode
 from libs.packing import pack_ids
 from libs.rpc import PROTOCOL_VERSION, connect, error_of
-from libs.sampling import SamplingParams
 from services.scheduler import sessions
 from services.scheduler.sessions import GatewaySession, SchedulerServicer
 from tests.support.core import RULES
 from tests.support.gateway_session import SessionClient
 from tests.support.model_worker import expected_output
-from tests.support.scheduler_mesh import SchedulerMesh
+from tests.support.scheduler_mesh import SchedulerMesh, params
 from tokenloom.common.v1 import common_pb2
 from tokenloom.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-
-
-def params(**fields: object) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 20, "temperature": 0.0, "ignore_eos": True, **fields})  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -10,19 +10,14 @@ from pathlib import Path
 import pytest
 
 from libs.errors import ErrorCode, TokenloomError
-from libs.sampling import SamplingParams
 from libs.store import SqliteStore
 from services.scheduler import workers
 from tests.support.core import RULES
 from tests.support.gateway_session import SessionClient
 from tests.support.model_worker import expected_output
-from tests.support.scheduler_mesh import SchedulerMesh
+from tests.support.scheduler_mesh import SchedulerMesh, params
 from tokenloom.common.v1 import common_pb2
 from tokenloom.worker.v1 import worker_pb2
-
-
-def params(**fields: object) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 20, "temperature": 0.0, "ignore_eos": True, **fields})  # type: ignore[arg-type]
 
 
 @pytest.fixture

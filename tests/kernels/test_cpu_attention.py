@@ -55,7 +55,6 @@ def make_case(rows: list[tuple[int, int]], heads: HeadShape, seed: int = 0) -> C
         block_tables=torch.from_numpy(tables),
         sampled=torch.zeros(0, dtype=torch.int64),
         longest=max(lengths),
-        longest_query=max(counts),
     )
     queries = torch.randn(sum(counts), heads.query_heads, heads.head_dim, generator=generator)
     return Case(queries, LayerCache(keys, values), inputs, heads)
@@ -106,7 +105,6 @@ def test_a_row_is_bit_identical_alone_in_company_and_in_chunks(ops: CpuOps):
                 block_tables=case.inputs.block_tables[row : row + 1].contiguous(),
                 sampled=case.inputs.sampled,
                 longest=start + at + size,
-                longest_query=size,
             )
             tokens = slice(first + at, first + at + size)
             alone = ops.attention(case.queries[tokens].contiguous(), case.cache, part, heads, 0.125)

@@ -76,7 +76,6 @@ def test_rotation_and_cache_writes_match_the_reference(ops: CpuOps, heads: HeadS
         block_tables=none,
         sampled=none,
         longest=0,
-        longest_query=0,
     )
     qkv, rotations = randn(tokens, (heads.query_heads + 2 * heads.kv_heads) * heads.head_dim, seed=2), randn(300, heads.head_dim, seed=3)
     ours, theirs = empty(), empty()

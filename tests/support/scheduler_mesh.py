@@ -10,6 +10,7 @@ from typing import Any
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from libs.rpc import Server, listen, new_server
+from libs.sampling import SamplingParams
 from libs.telemetry.tracing import Tracer
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.state import SchedulerState
@@ -19,6 +20,11 @@ from tests.support.fake_worker import FakeWorker
 from tests.support.gateway_session import SessionClient
 from tests.support.model_worker import text_table
 from tokenloom.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+
+def params(**fields: object) -> SamplingParams:
+    """Twenty greedy tokens that ignore the end of sequence; `fields` replace."""
+    return SamplingParams(**{"max_tokens": 20, "temperature": 0.0, "ignore_eos": True, **fields})  # type: ignore[arg-type]
 
 
 class _FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):

@@ -178,18 +178,11 @@ class Request:
         return len(self.prompt_ids) + self.stops.max_output
 
     @property
-    def planned_known(self) -> int:
-        """Upper bound of `known` once all batches in flight are resolved."""
-        return self.known + self.unresolved_samples
-
-    @property
-    def may_sample(self) -> bool:
-        """Whether another output token may still be planned (PROTOCOL.md rule 5)."""
-        return len(self.output_ids) + self.unresolved_samples < self.stops.max_output
-
-    @property
     def remaining(self) -> int:
-        """Tokens that a step could compute now: 1 for a decode, more for a prefill, 0 when the rest is in flight or nothing may follow."""
+        """Tokens that a step could compute now: 1 for a decode, more for a prefill, 0 when the rest is in flight.
+
+        0 too once its last output token is planned: nothing is computed past prompt + max_tokens - 1 (PROTOCOL.md rule 5).
+        """
         residency, outputs = self.residency, len(self.output_ids) + self.unresolved_samples
         if residency is None or outputs >= self.stops.max_output:
             return 0

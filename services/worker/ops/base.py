@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's rows as tensors on the device. `longest` and `longest_query` are the maxima of kv_lengths and of the rows' tokens."""
+    """One step's rows as tensors on the device. `longest` is the maximum of kv_lengths."""
 
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
@@ -29,7 +29,6 @@ class StepInputs:
     block_tables: torch.Tensor  # int32 [R, blocks of the longest row]
     sampled: torch.Tensor  # int64 [S]: tokens whose logits are wanted
     longest: int
-    longest_query: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,7 +303,7 @@ def test_a_live_request_without_a_sampling_token_is_not_started_beyond_its_lengt
     group = add_group(state)
     batch = planned(state, group)
     assert [row.sample for row in batch.rows] == [True]
-    assert request.may_sample is False
+    assert request.remaining == 0
 
 
 def test_live_requests_are_bounded_in_tokens_too_but_one_alone_is_always_taken() -> None:
