@@ -1,5 +1,6 @@
 """libs.rpc over a real server in this process: what leaves one side as an error of the table arrives as the same row."""
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import grpc
@@ -137,3 +138,5 @@ async def test_a_channel_outlives_a_restart_of_its_server(address):
             async with serving(address):
                 answer = await check(health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True)
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            # A call made before the channel has seen its connection close is written into the closed socket, and fails.
+            await asyncio.wait_for(channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 10)
