@@ -29,7 +29,7 @@ class GatewayConfig(ServiceConfig):
     allowed_headers: list[str] = Field(default_factory=lambda: ["*"], description="Header that CORS allows, or *; may be repeated.")
     allow_credentials: bool = Field(False, description="Whether CORS allows cookies and authorization of the browser.")
     max_body_bytes: int = Field(32 * 1024 * 1024, ge=1024, description="Largest request body, in bytes; a larger one is a 413.")
-    max_prompts: int = Field(256, ge=1, description="Most prompts in one completions request; more are a 400.")
+    max_prompts: int = Field(256, ge=1, description="Most sequences of one request, prompts times n; more are a 400.")
     request_timeout: float = Field(
         0.0, ge=0, description="Seconds a request may take when it names no `timeout`, and the most it may ask for. 0: no limit."
     )

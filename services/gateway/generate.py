@@ -1,7 +1,7 @@
 """One request's life as the gateway sees it: admit, encode, submit, read; and its end, whoever asks for it.
 
 prepare:  admit -> encode          an interruption raises at once; nothing has been handed over
-submit:   one ticket per prompt    from here the tickets' endings end it, the interruption's too
+submit:   one ticket per choice    from here the tickets' endings end it, the interruption's too
 changes:  tokens -> text, until every choice has ended
 """
 
@@ -11,11 +11,14 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import count_ids
+from libs.sampling import SamplingParams
 from libs.text.decoding import IncrementalText
+from libs.text.table import TextTable
 from services.gateway.admission import Lease
 from services.gateway.endings import error_of_cancel, error_of_ending
 from services.gateway.mesh import Mesh
@@ -81,12 +84,14 @@ class Generation:
     async def prepare(self) -> None:
         """Admits the request and encodes its prompts.
 
-        Raises TokenloomError: over the window, what the tokenizer refuses, a context that is too small, an interruption.
+        Raises TokenloomError: what this mesh does not serve, over the window, what the tokenizer refuses, a context that is too small,
+        an interruption.
         """
         facts = self._facts()
+        self._refuse_unserved(facts)
         self._refuse_unsafe_stops()
         expected = self._wanted.sampling.max_tokens or facts.defaults.max_new_tokens or facts.max_model_len
-        estimates = [min(prompt.estimate + expected, facts.max_model_len) for prompt in self._wanted.prompts]
+        estimates = [min(prompt.estimate + expected, facts.max_model_len) for prompt in self._wanted.prompts for _ in range(self._wanted.n)]
         self._leases = self._mesh.admission.admit(self._mesh.session.window, estimates)
         self._record.parsed_ns = self._mesh.clock.unix_ns()
         self._encoded = await self._unless_interrupted(self._encode_all(facts.max_model_len))
@@ -97,6 +102,21 @@ class Generation:
         if facts is None:
             raise TokenloomError(ErrorCode.NO_WORKER, "The server does not know its model yet", retry_after_ms=1000)
         return facts
+
+    def _refuse_unserved(self, facts: scheduler_pb2.ModelFacts) -> None:
+        wanted = self._wanted
+        if wanted.n > 1 and wanted.sampling.temperature_for(facts) == 0:
+            raise TokenloomError(
+                ErrorCode.INVALID_REQUEST,
+                f"n must be 1 with greedy sampling (temperature 0), where all choices are equal; got {wanted.n}",
+                param="n",
+            )
+        if wanted.priority and not facts.priority_scheduling:
+            raise TokenloomError(
+                ErrorCode.INVALID_REQUEST,
+                f"priority must be 0: this server does not run --scheduling-policy priority; got {wanted.priority}",
+                param="priority",
+            )
 
     def _refuse_unsafe_stops(self) -> None:
         table = self._mesh.tokenizers.table
@@ -149,7 +169,7 @@ class Generation:
         return None if self._deadline_ns is None else max((self._deadline_ns - self._mesh.clock.monotonic_ns()) / 1e9, 0.001)
 
     def submit(self) -> None:
-        """Hands every prompt over. Raises TokenloomError when one does not fit into the context; then none has been."""
+        """Hands every choice over. Raises TokenloomError when a prompt does not fit into the context; then nothing has been."""
         facts, table = self._facts(), self._mesh.tokenizers.table
         if table is None:
             raise TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, "no tokenizer has answered yet", retry_after_ms=1000)
@@ -165,14 +185,23 @@ class Generation:
             "gen_ai.request.top_p": first.top_p,
             "gen_ai.request.top_k": first.top_k,
         }
-        for index, (encoded, sampling) in enumerate(zip(self._encoded, resolved, strict=True)):
-            self._leases[index].settle(count_ids(encoded.token_ids) + sampling.max_tokens)
-            ticket = self._ticket(encoded, sampling.to_proto(), self._leases[index])
-            self.choices.append(Choice(index, ticket, encoded.token_ids, IncrementalText(table, sampling.stop)))
-            self._mesh.session.submit(ticket)
+        for encoded, sampling in zip(self._encoded, resolved, strict=True):
+            self._submit_choices(encoded, sampling, table)
             self._mesh.traffic.prompt_tokens += count_ids(encoded.token_ids)
 
-    def _ticket(self, encoded: tokenizer_pb2.EncodeResponse, sampling: common_pb2.SamplingParams, lease: Lease) -> Ticket:
+    def _submit_choices(self, encoded: tokenizer_pb2.EncodeResponse, sampling: SamplingParams, table: TextTable) -> None:
+        """One submit per choice of a prompt. The later ones name the first, whose prompt they share; their draws differ by the choice."""
+        parent_id = 0
+        for choice_index in range(self._wanted.n):
+            index = len(self.choices)
+            lease = self._leases[index]
+            lease.settle(count_ids(encoded.token_ids) + sampling.max_tokens)
+            ticket = self._ticket(encoded, replace(sampling, choice_index=choice_index).to_proto(), lease, parent_id)
+            self.choices.append(Choice(index, ticket, encoded.token_ids, IncrementalText(table, sampling.stop)))
+            self._mesh.session.submit(ticket)
+            parent_id = parent_id or ticket.id
+
+    def _ticket(self, encoded: tokenizer_pb2.EncodeResponse, sampling: common_pb2.SamplingParams, lease: Lease, parent_id: int) -> Ticket:
         context = self._record.context
         submit = scheduler_pb2.Submit(
             id=self._mesh.book.next_id(),
@@ -181,7 +210,9 @@ class Generation:
             sampling=sampling,
             trace=common_pb2.TraceContext(traceparent=str(context), tracestate=context.state),
             label=self._record.request_id,
+            priority=self._wanted.priority,
             choices=1,
+            parent_id=parent_id,
         )
         self._record.internal_ids.append(f"{self._mesh.session.instance:x}:{submit.id}")
         return Ticket(submit, self._bell, deadline_ns=self._deadline_ns, on_ended=lease.release)
@@ -220,7 +251,15 @@ class Generation:
             error = error_of_ending(change.ending) if change.ending is not None else None
             if error is not None:
                 self.interrupt(CancelReason.CANCEL_REASON_SIBLING_FAILED)
-                raise error
+                raise self._located(error, change.index)
+
+    def _located(self, error: TokenloomError, index: int) -> TokenloomError:
+        """The scheduler knows tokens, not what the client called them: an error of size gets the name of what could be made smaller."""
+        if error.param is None and error.code in (ErrorCode.CANNOT_FIT, ErrorCode.PROMPT_TOO_LONG):
+            sampling = self._wanted.sampling
+            prompt = self._wanted.prompts[index // self._wanted.n]
+            error.param = prompt.param if sampling.max_tokens is None else sampling.max_tokens_param
+        return error
 
     async def close(self) -> None:
         """Cancels what still runs, waits (boundedly) for how it ended, and gives everything back. A second call does nothing."""

@@ -24,7 +24,7 @@ from libs.telemetry.logs import get_logger
 from libs.telemetry.tracing import SpanEvent, SpanRecord, TraceParent, Tracer, new_span_id
 from services.gateway.endings import finish_reason, label_of
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.streamer import Choice
+from services.gateway.streamer import Choice, count_tokens
 from services.gateway.tickets import FinishReason, Ticket
 from services.gateway.wanted import Wanted
 from tokenloom.scheduler.v1 import scheduler_pb2
@@ -105,7 +105,7 @@ class RequestRecord:
             metrics.labelled(metrics.rejected, reason=self.error.code.spec.label).inc()
         for choice in self.choices:
             if choice.ticket.ending is not None:
-                _count_choice(metrics, choice.ticket, choice.ticket.ending)
+                _count_choice(metrics, choice, choice.ticket.ending)
         if self.error is None and self.choices:
             metrics.e2e_latency.observe((ended_ns - self.started_ns) / 1e9)
             if len(hops) == 1:
@@ -123,7 +123,7 @@ class RequestRecord:
         metrics.observe_stage("stream", (ended_ns - hop.returned_ns) / 1e9)
 
     def _write_log(self, ended_ns: int) -> None:
-        endings = self.endings
+        endings, tokens = self.endings, count_tokens(self.choices)
         _log.info(
             "request finished",
             route=self.route,
@@ -131,9 +131,9 @@ class RequestRecord:
             stream=self.wanted.stream if self.wanted is not None else None,
             finish=[label_of(ending) for ending in endings],
             error=self.error.code.spec.label if self.error is not None else None,
-            prompt_tokens=sum(ending.prompt_tokens for ending in endings),
-            completion_tokens=sum(ending.completion_tokens for ending in endings),
-            cached_tokens=sum(ending.cached_tokens for ending in endings),
+            prompt_tokens=tokens.prompt,
+            completion_tokens=tokens.completion,
+            cached_tokens=tokens.cached,
             ttft_ms=round((self.first_token_mono - self.started_mono) / 1e6, 1) if self.first_token_mono else None,
             total_ms=round((ended_ns - self.started_ns) / 1e6, 1),
             attempts=max((choice.ticket.attempt + 1 for choice in self.choices), default=0),
@@ -205,11 +205,12 @@ class RequestRecord:
         if self.internal_ids:
             attributes["tokenloom.request_id"] = self.internal_ids[0] if len(self.internal_ids) == 1 else self.internal_ids
         if endings:
+            tokens = count_tokens(self.choices)
             attributes |= {
                 "gen_ai.response.finish_reasons": [label_of(ending) for ending in endings],
-                "gen_ai.usage.input_tokens": sum(ending.prompt_tokens for ending in endings),
-                "gen_ai.usage.output_tokens": sum(ending.completion_tokens for ending in endings),
-                "tokenloom.cached_tokens": sum(ending.cached_tokens for ending in endings),
+                "gen_ai.usage.input_tokens": tokens.prompt,
+                "gen_ai.usage.output_tokens": tokens.completion,
+                "tokenloom.cached_tokens": tokens.cached,
                 "tokenloom.attempts": max(choice.ticket.attempt + 1 for choice in self.choices),
             }
         if self.first_token_mono:
@@ -219,13 +220,15 @@ class RequestRecord:
         return attributes
 
 
-def _count_choice(metrics: GatewayMetrics, ticket: Ticket, ending: scheduler_pb2.Ending) -> None:
+def _count_choice(metrics: GatewayMetrics, choice: Choice, ending: scheduler_pb2.Ending) -> None:
+    ticket = choice.ticket
     if finish_reason(ending):
         metrics.labelled(metrics.success, finished_reason=label_of(ending)).inc()
     elif ending.reason != FinishReason.FINISH_REASON_FAILED:
         metrics.labelled(metrics.cancelled, reason=label_of(ending)).inc()
-    metrics.prompt_tokens.inc(ending.prompt_tokens)
-    metrics.request_prompt_tokens.observe(ending.prompt_tokens)
+    if choice.is_first:
+        metrics.prompt_tokens.inc(ending.prompt_tokens)
+        metrics.request_prompt_tokens.observe(ending.prompt_tokens)
     metrics.request_generation_tokens.observe(ending.completion_tokens)
     if len(ticket.output) > 1:
         metrics.time_per_output_token.observe((ticket.last_token_ns - ticket.first_token_ns) / 1e9 / (len(ticket.output) - 1))

@@ -58,7 +58,7 @@ class ClientSampling:
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
-            temperature=_first(self.temperature, defaults.temperature if defaults.HasField("temperature") else None, 1.0),
+            temperature=self.temperature_for(facts),
             top_p=_first(self.top_p, defaults.top_p if defaults.HasField("top_p") else None, 1.0),
             top_k=min(top_k, facts.vocab_size),
             min_p=_first(self.min_p, defaults.min_p if defaults.HasField("min_p") else None, 0.0),
@@ -67,6 +67,11 @@ class ClientSampling:
             stop_token_ids=self.stop_token_ids,
             stop=self.stop,
         )
+
+    def temperature_for(self, facts: scheduler_pb2.ModelFacts) -> float:
+        """The temperature that runs; 0 is greedy."""
+        defaults = facts.defaults
+        return _first(self.temperature, defaults.temperature if defaults.HasField("temperature") else None, 1.0)
 
     def _max_tokens(self, facts: scheduler_pb2.ModelFacts, prompt_tokens: int, room: int, prompt_param: str) -> int:
         if room < 1:
@@ -92,11 +97,16 @@ class ClientSampling:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request that has passed every check that needs no tokens. `timeout` is in seconds; None: no limit."""
+    """A request that has passed every check that needs no tokens and no mesh. `timeout` is in seconds; None: no limit.
+
+    Every prompt gets `n` choices: choice c of prompt p has the index p * n + c. Lower `priority` runs first.
+    """
 
     model: str
     prompts: tuple[Prompt, ...]
     sampling: ClientSampling
+    n: int = 1
+    priority: int = 0
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False

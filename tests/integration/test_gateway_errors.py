@@ -84,6 +84,21 @@ BAD_CHATS = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"user": 5}, "user"),
+    ({"n": 0}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": 257}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 2, "temperature": 0}, "n"),
+    ({"n": 2, "best_of": 1}, "best_of"),
+    ({"n": 2, "best_of": 3}, "best_of"),
+    ({"priority": 1}, "priority"),
+    ({"priority": -1}, "priority"),
+    ({"priority": 2**31}, "priority"),
+    ({"priority": 0.5}, "priority"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": "é" * 513}, "cache_salt"),
 ]
 
 
@@ -127,7 +142,6 @@ async def test_a_wrong_prompt_is_a_400_that_names_it(shared, prompt, param):
 
 
 NOT_BUILT = [
-    ("n", 2),
     ("best_of", 3),
     ("logprobs", True),
     ("top_logprobs", 2),
@@ -143,8 +157,6 @@ NOT_BUILT = [
     ("tool_choice", "required"),
     ("guided_json", {}),
     ("structured_outputs", {"regex": "a"}),
-    ("priority", 1),
-    ("cache_salt", "s"),
     ("bad_words", ["x"]),
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x"}),

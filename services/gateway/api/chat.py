@@ -13,7 +13,7 @@ from services.gateway.wanted import Wanted
 
 def _read(body: bytearray, mesh: Mesh, label: str) -> Wanted:
     request = decode_chat(body)
-    return want_chat(request, resolve_model(mesh.config, request.model), label)
+    return want_chat(request, resolve_model(mesh.config, request.model), label, max_sequences=mesh.config.max_prompts)
 
 
 CHAT = Api("/v1/chat/completions", "chat", "chatcmpl", _read, ChatWriter)

@@ -13,7 +13,7 @@ from services.gateway.wanted import Wanted
 
 def _read(body: bytearray, mesh: Mesh, label: str) -> Wanted:
     request = decode_completion(body)
-    return want_completion(request, resolve_model(mesh.config, request.model), label, max_prompts=mesh.config.max_prompts)
+    return want_completion(request, resolve_model(mesh.config, request.model), label, max_sequences=mesh.config.max_prompts)
 
 
 COMPLETIONS = Api("/v1/completions", "text_completion", "cmpl", _read, CompletionWriter)

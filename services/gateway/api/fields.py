@@ -41,8 +41,6 @@ _OFF = _one_of(False)
 _NOTHING = _one_of()
 
 REFUSED: Mapping[str, Neutral] = {
-    "n": _one_of(1),
-    "best_of": _one_of(1),
     "logprobs": _OFF,
     "top_logprobs": _one_of(0),
     "prompt_logprobs": _NOTHING,
@@ -74,8 +72,6 @@ REFUSED: Mapping[str, Neutral] = {
     "allowed_token_ids": _EMPTY,
     "bad_words": _EMPTY,
     "logits_processors": _EMPTY,
-    "priority": _one_of(0),
-    "cache_salt": _EMPTY,
     "lora_request": _NOTHING,
     "adapter": _EMPTY,
     "modalities": _one_of(["text"], []),

@@ -21,6 +21,8 @@ class GenerationRequest(Struct, kw_only=True):
     """What chats and completions have in common. `timeout` is in seconds."""
 
     model: str | None = None
+    n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -35,6 +37,8 @@ class GenerationRequest(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     timeout: float | None = None
     return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
     user: str | None = None
 
 

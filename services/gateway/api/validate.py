@@ -19,16 +19,23 @@ MAX_TIMEOUT = 7 * 24 * 3600.0
 MAX_STOPS = 64
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_CACHE_SALT_BYTES = 1024
 # What OpenAI and vLLM give a completion whose request is silent.
 COMPLETION_MAX_TOKENS = 16
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _CHARS_PER_TOKEN = 4
 _INT64 = range(-(2**63), 2**63)
 _UINT32 = range(2**32)
+_INT32 = range(-(2**31), 2**31)
+# What a client's salt begins with, so that it is neither the empty one of the common space nor that of another kind (a tenant).
+_CACHE_SALT = b"cache_salt:"
 
 
-def want_chat(request: ChatRequest, model: str, label: str) -> Wanted:
-    """What a chat request asks for. `label` is the client's x-request-id. Raises TokenloomError naming the parameter at fault."""
+def want_chat(request: ChatRequest, model: str, label: str, *, max_sequences: int) -> Wanted:
+    """What a chat request asks for, in `max_sequences` choices at most. `label` is the client's x-request-id.
+
+    Raises TokenloomError naming the parameter at fault.
+    """
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     sampling = _sampling(request, max_tokens, name)
@@ -47,37 +54,69 @@ def want_chat(request: ChatRequest, model: str, label: str) -> Wanted:
         template_kwargs_json=msgspec.json.encode(kwargs) if kwargs else b"",
     )
     prompt = Prompt(tokenizer_pb2.EncodeRequest(chat=chat, request_label=label), max(len(messages_json) // _CHARS_PER_TOKEN, 1), "messages")
-    return _want(request, model, (prompt,), sampling)
+    return _want(request, model, (prompt,), sampling, max_sequences)
 
 
-def want_completion(request: CompletionRequest, model: str, label: str, *, max_prompts: int) -> Wanted:
-    """What a completion request asks for. Raises TokenloomError naming the parameter at fault."""
+def want_completion(request: CompletionRequest, model: str, label: str, *, max_sequences: int) -> Wanted:
+    """What a completion request asks for, prompts times choices being `max_sequences` at most.
+
+    Raises TokenloomError naming the parameter at fault.
+    """
     max_tokens = request.max_tokens if request.max_tokens is not None else COMPLETION_MAX_TOKENS
     sampling = _sampling(request, max_tokens, "max_tokens")
     items = _prompt_items(request.prompt)
-    if len(items) > max_prompts:
-        raise _invalid(f"prompt: {len(items)} prompts exceed the limit of {max_prompts} in one request", "prompt")
+    if len(items) > max_sequences:
+        raise _invalid(f"prompt: {len(items)} prompts exceed the limit of {max_sequences} in one request", "prompt")
     names = ["prompt"] if len(items) == 1 else [f"prompt[{index}]" for index in range(len(items))]
     prompts = tuple(_prompt(item, name, label) for item, name in zip(items, names, strict=True))
-    return _want(request, model, prompts, sampling)
+    return _want(request, model, prompts, sampling, max_sequences)
 
 
-def _want(request: GenerationRequest, model: str, prompts: tuple[Prompt, ...], sampling: ClientSampling) -> Wanted:
+def _want(request: GenerationRequest, model: str, prompts: tuple[Prompt, ...], sampling: ClientSampling, max_sequences: int) -> Wanted:
     stream, options = request.stream is True, request.stream_options
     if options is not None and not stream:
         raise _invalid("stream_options is only allowed when stream is true", "stream_options")
     if request.timeout is not None:
         _check("timeout", request.timeout, 0 < request.timeout <= MAX_TIMEOUT, f"in (0, {MAX_TIMEOUT:g}] seconds")
+    salt = _salt(request.cache_salt)
+    for prompt in prompts:
+        prompt.request.hash_salt = salt
+    priority = request.priority or 0
+    _check("priority", priority, priority in _INT32, "a signed 32-bit integer")
     return Wanted(
         model=model,
         prompts=prompts,
         sampling=sampling,
+        n=_choices(request, len(prompts), max_sequences),
+        priority=priority,
         stream=stream,
         include_usage=options is not None and options.include_usage is True,
         continuous_usage=options is not None and options.include_usage is True and options.continuous_usage_stats is True,
         timeout=request.timeout,
         return_token_ids=request.return_token_ids is True,
     )
+
+
+def _choices(request: GenerationRequest, prompts: int, max_sequences: int) -> int:
+    n = 1 if request.n is None else request.n
+    _check("n", n, n >= 1, "at least 1")
+    if n * prompts > max_sequences:
+        raise _invalid(f"n: {n} choices of {prompts} prompts exceed the limit of {max_sequences} sequences in one request", "n")
+    if request.best_of not in (None, n):
+        raise TokenloomError(ErrorCode.UNSUPPORTED, "best_of is not supported by this server yet, unless it equals n", param="best_of")
+    return n
+
+
+def _salt(cache_salt: str | None) -> bytes:
+    """What a prompt's block hashes are mixed with: other salts, and none, never find its blocks (PROTOCOL.md rule 11)."""
+    if cache_salt is None:
+        return b""
+    if not cache_salt:
+        raise _invalid("cache_salt must not be empty; leave it out to share the common cache", "cache_salt")
+    salt = cache_salt.encode()
+    if len(salt) > MAX_CACHE_SALT_BYTES:
+        raise _invalid(f"cache_salt exceeds the limit of {MAX_CACHE_SALT_BYTES} bytes", "cache_salt")
+    return _CACHE_SALT + salt
 
 
 def _sampling(request: GenerationRequest, max_tokens: int | None, max_tokens_name: str) -> ClientSampling:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 
-from libs.packing import count_ids, unpack_ids
+from libs.packing import unpack_ids
 from services.gateway.api.types import (
     ChatChoice,
     ChatChunk,
@@ -22,7 +22,7 @@ from services.gateway.api.types import (
     Usage,
 )
 from services.gateway.endings import finish_reason, stop_reason
-from services.gateway.streamer import Change, Choice
+from services.gateway.streamer import Change, Choice, count_tokens
 from services.gateway.wanted import Wanted
 
 
@@ -57,14 +57,9 @@ class Writer(Protocol):
 
 
 def usage_of(choices: Sequence[Choice]) -> Usage:
-    """Tokens of all choices: from the endings of those that have ended, else what has been delivered."""
-    prompt = completion = cached = 0
-    for choice in choices:
-        ending = choice.ticket.ending
-        prompt += ending.prompt_tokens if ending is not None else count_ids(choice.prompt_ids)
-        completion += ending.completion_tokens if ending is not None else choice.ticket.taken
-        cached += ending.cached_tokens if ending is not None else 0
-    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+    """Tokens of all choices as the API counts them."""
+    count = count_tokens(choices)
+    return Usage(count.prompt, count.completion, count.prompt + count.completion, PromptTokensDetails(count.cached))
 
 
 class _Base:
@@ -90,10 +85,10 @@ class ChatWriter(_Base):
     """chat.completion and chat.completion.chunk."""
 
     def opening(self, choices: Sequence[Choice]) -> list[Struct]:
-        """The role, before any content."""
-        chunk = self._chunk([ChatChunkChoice(choice.index, Delta(role="assistant", content="")) for choice in choices], choices)
-        chunk.prompt_token_ids = self._prompt_ids(choices[0])
-        return [chunk]
+        """The role of each choice, before any content; a chunk of its own for each, because many readers look at the first choice only."""
+        chunks = [self._chunk([ChatChunkChoice(choice.index, Delta(role="assistant", content=""))], choices) for choice in choices]
+        chunks[0].prompt_token_ids = self._prompt_ids(choices[0])
+        return list[Struct](chunks)
 
     def chunk(self, change: Change, choices: Sequence[Choice]) -> Struct | None:
         """See Writer."""

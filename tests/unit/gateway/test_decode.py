@@ -29,8 +29,8 @@ def understand(body: bytes) -> list[Wanted | TokenloomError]:
     """Both APIs' view of a body."""
     found: list[Wanted | TokenloomError] = []
     for attempt in (
-        lambda: want_chat(decode_chat(body), "m", "label"),
-        lambda: want_completion(decode_completion(body), "m", "label", max_prompts=4),
+        lambda: want_chat(decode_chat(body), "m", "label", max_sequences=4),
+        lambda: want_completion(decode_completion(body), "m", "label", max_sequences=4),
     ):
         try:
             found.append(attempt())
