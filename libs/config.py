@@ -53,6 +53,10 @@ class CommonConfig(BaseSettings):
         return value
 
 
+# What pydantic-settings reads as "no value" on a command line and in its help.
+NONE_WORD = "None"
+
+
 class ServiceConfig(CommonConfig):
     """What every service can be told."""
 
@@ -76,7 +80,7 @@ def parse(config: type[ConfigT], args: Sequence[str], *, prog: str) -> ConfigT:
 def to_args(config: CommonConfig, fields: Sequence[str]) -> list[str]:
     """The flags that make `parse` give the named fields the values they have in `config`; fields left at their default are left out.
 
-    Raises TokenloomError (INVALID_REQUEST) for an item of a list with a comma in it.
+    Raises TokenloomError (INVALID_REQUEST) for an item of a list with a comma in it, and for the text NONE_WORD.
     """
     args: list[str] = []
     for name in fields:
@@ -90,8 +94,9 @@ def to_args(config: CommonConfig, fields: Sequence[str]) -> list[str]:
 
 def to_text(value: Any, flag: str) -> str:
     """A value as it is written behind `--flag=` or in the environment. Raises as to_args."""
-    if isinstance(value, list):
-        if any("," in item for item in value):
-            raise TokenloomError(ErrorCode.INVALID_REQUEST, f"--{flag}: an item must not contain a comma", param=flag)
-        return ",".join(value)
-    return str(value) if isinstance(value, str | Path) else json.dumps(value)
+    if isinstance(value, list) and any("," in item for item in value):
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"--{flag}: an item must not contain a comma", param=flag)
+    text = ",".join(value) if isinstance(value, list) else str(value) if isinstance(value, str | Path) else json.dumps(value)
+    if text == NONE_WORD:
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"--{flag}: {NONE_WORD} stands for no value", param=flag)
+    return text

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from libs.config import ServiceConfig, parse, to_args
+from libs.config import NONE_WORD, ServiceConfig, parse, to_args
 from libs.errors import TokenloomError
 
 
@@ -95,8 +95,8 @@ def test_only_what_was_given_becomes_a_flag_again():
 
 # Values of one line, without blanks around them: those do not count.
 LINE = st.characters(exclude_categories=("C", "Zl", "Zp"))
-TEXT = st.text(LINE, max_size=20).map(str.strip)
-ITEM = st.text(LINE, min_size=1, max_size=12).map(lambda text: text.replace(",", "").strip()).filter(bool)
+TEXT = st.text(LINE, max_size=20).map(str.strip).filter(lambda text: text != NONE_WORD)
+ITEM = st.text(LINE, min_size=1, max_size=12).map(lambda text: text.replace(",", "").strip()).filter(lambda text: text not in ("", NONE_WORD))
 
 
 @given(
@@ -118,3 +118,10 @@ def test_a_config_survives_the_journey_through_a_command_line(values):
     config = ExampleConfig(**values)
     again = read(*to_args(config, list(ExampleConfig.model_fields)))
     assert again.model_dump() == config.model_dump()
+
+
+@pytest.mark.parametrize("values", [{"listen": NONE_WORD}, {"names": [NONE_WORD]}, {"directory": Path(NONE_WORD)}])
+def test_the_word_for_no_value_is_refused_as_a_value(values):
+    with pytest.raises(TokenloomError, match="None stands for no value") as raised:
+        to_args(ExampleConfig(**values), list(values))
+    assert raised.value.param == next(iter(values))
