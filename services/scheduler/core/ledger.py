@@ -30,7 +30,7 @@ class OutOfBlocks(Exception):
 
 @dataclass(slots=True)
 class Block:
-    """One block's entry: leases that hold it, its name, whether the name is published yet, and the batch that must end first."""
+    """One block's entry: leases that hold it, its name, whether that is published yet, and the newest batch of a lease that has left."""
 
     refs: int = 0
     name: bytes | None = None
@@ -57,6 +57,7 @@ class BlockLedger:
     _draining: dict[int, None] = field(init=False, default_factory=dict)
     _published: dict[bytes, int] = field(init=False, default_factory=dict)
     _pending: dict[bytes, int] = field(init=False, default_factory=dict)
+    _resolved: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._blocks = [Block() for _ in range(self.num_blocks)]
@@ -104,7 +105,6 @@ class BlockLedger:
                 raise LedgerError(f"block {index} is not published")
             self._cached.pop(index, None)
             self._draining.pop(index, None)
-            block.until = 0
             block.refs += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -159,23 +159,25 @@ class BlockLedger:
             if block.refs < 1:
                 raise LedgerError(f"block {index} is released and nobody holds it")
             block.refs -= 1
+            # Of several holders the last to leave need not be the one whose batch is in flight.
+            block.until = max(block.until, after_batch)
             if block.refs:
                 continue
-            block.until = after_batch
-            if after_batch:
+            if block.until > self._resolved:
                 self._draining[index] = None
             else:
                 self._settle(index)
 
     def resolve(self, batch: int) -> None:
         """Batch `batch` and all before it are over: what drained for them becomes available."""
+        self._resolved = batch
         for index in [index for index in self._draining if self._blocks[index].until <= batch]:
             del self._draining[index]
-            self._blocks[index].until = 0
             self._settle(index)
 
     def _settle(self, index: int) -> None:
         block = self._blocks[index]
+        block.until = 0
         if block.name is not None and block.pending:
             del self._pending[block.name]
             block.name, block.pending = None, 0

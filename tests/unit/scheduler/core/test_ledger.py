@@ -111,6 +111,27 @@ def test_a_draining_block_can_be_hit_and_does_not_fall_free_under_its_new_holder
     ledger.check([blocks])
 
 
+def test_a_shared_block_drains_for_the_batch_of_a_holder_that_left_earlier():
+    ledger = BlockLedger(1)
+    blocks = published(ledger, b"a")
+    ledger.hold(blocks)
+    ledger.release(blocks, after_batch=7)
+    ledger.release(blocks, after_batch=0)
+    assert (ledger.available, ledger.draining) == (0, 1)
+    ledger.resolve(7)
+    assert (ledger.cached, ledger.draining) == (1, 0)
+
+
+def test_a_shared_block_does_not_drain_for_a_batch_that_is_over():
+    ledger = BlockLedger(1)
+    blocks = published(ledger, b"a")
+    ledger.hold(blocks)
+    ledger.release(blocks, after_batch=7)
+    ledger.resolve(7)
+    ledger.release(blocks, after_batch=0)
+    assert (ledger.cached, ledger.draining) == (1, 0)
+
+
 def test_a_pending_block_is_no_hit_but_says_that_it_is_being_computed():
     ledger = BlockLedger(1)
     (block,) = ledger.allocate(1)
