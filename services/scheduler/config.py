@@ -21,7 +21,9 @@ class SchedulerConfig(ServiceConfig):
     max_num_batched_tokens: int = Field(512, ge=1, description="Token budget of a step: prefill and decode tokens together.")
     enable_chunked_prefill: bool = Field(True, description="Split long prompts over steps. Off: the budget grows to the context length.")
     enable_prefix_caching: bool = Field(True, description="Reuse KV blocks of prompts that begin alike.")
-    scheduling_policy: Literal["fcfs"] = Field("fcfs", description="Order of the waiting queue.")
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs", description="Order of the waiting queue: by arrival, or by the requests' priority (lower first), then arrival."
+    )
     max_queue: int = Field(1024, ge=1, description="Most requests that may be live (waiting or running); beyond it a submit gets a 429.")
     max_queue_tokens: int = Field(
         0, ge=0, description="Most tokens (prompts plus max_tokens) that live requests may sum to; beyond it a 429. 0: no such bound."

@@ -11,7 +11,7 @@ from libs.errors import ErrorCode, TokenloomError
 from libs.packing import pack_ids, unpack_ids
 from libs.sampling import SamplingParams
 from libs.telemetry.tracing import TraceParent
-from services.scheduler.core.apply import extend_names
+from services.scheduler.core.naming import extend_names
 from services.scheduler.core.plan import BatchOutcome, PlannedOpen, RowOutcome, StepOutcome, StepPlan, StepTimings
 from services.scheduler.core.request import CancelReason, Request, RequestKey, Timeline
 from services.scheduler.core.stopping import FinishReason, Stop, StopRules, StopTracker
@@ -51,6 +51,15 @@ _CANCEL_BACK: dict[int, CancelReason] = {int(wire): reason for reason, wire in _
 
 
 @dataclass(frozen=True, slots=True)
+class SubmitRules:
+    """What a submit must keep to: the served model's stopping, the number of its ids, and whether priorities are served."""
+
+    stopping: StopRules
+    vocab_size: int
+    priorities: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WireTrace:
     """Trace of a request as the worker needs it: the prefill span's context, and the decode span's id."""
 
@@ -63,7 +72,7 @@ def cancel_reason(wire: int) -> CancelReason:
     return _CANCEL_BACK.get(wire, CancelReason.CLIENT_DISCONNECTED)
 
 
-def to_request(submit: scheduler_pb2.Submit, gateway: int, rules: StopRules, arrival: int, now_ns: int) -> tuple[Request, Stop | None]:
+def to_request(submit: scheduler_pb2.Submit, gateway: int, rules: SubmitRules, arrival: int, now_ns: int) -> tuple[Request, Stop | None]:
     """A request from its submit, its stopping state replayed over tokens that the client has already; and the stop they bring, if they do.
 
     Raises TokenloomError (INVALID_REQUEST, UNSUPPORTED) naming the parameter.
@@ -71,7 +80,11 @@ def to_request(submit: scheduler_pb2.Submit, gateway: int, rules: StopRules, arr
     _check_submit(submit, rules)
     sampling = SamplingParams.from_proto(submit.sampling)
     prompt, outputs = unpack_ids(submit.prompt_ids), unpack_ids(submit.output_ids)
-    stops = StopTracker(rules, sampling, len(prompt))
+    highest = max(max(prompt), max(outputs, default=0))
+    if highest >= rules.vocab_size:
+        message = f"token id {highest} is not in the vocabulary, which has {rules.vocab_size} ids"
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, message, param="prompt")
+    stops = StopTracker(rules.stopping, sampling, len(prompt))
     stop, replayed = None, list[int]()
     for token in outputs:
         replayed.append(token)
@@ -91,12 +104,13 @@ def to_request(submit: scheduler_pb2.Submit, gateway: int, rules: StopRules, arr
         deadline_ns=now_ns + submit.deadline_remaining_us * 1000 if submit.HasField("deadline_remaining_us") else None,
         priority=submit.priority,
         tenant=submit.tenant,
+        parent=RequestKey(gateway, submit.parent_id) if submit.parent_id else None,
     )
     extend_names(request)
     return request, stop
 
 
-def _check_submit(submit: scheduler_pb2.Submit, rules: StopRules) -> None:
+def _check_submit(submit: scheduler_pb2.Submit, rules: SubmitRules) -> None:
     if not submit.prompt_ids or len(submit.prompt_ids) % 4 or len(submit.output_ids) % 4:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, "prompt_ids must hold at least one little-endian uint32", param="prompt")
     if len(submit.block_hashes) % HASH_BYTES or len(submit.block_hashes) // HASH_BYTES > len(submit.prompt_ids) // 64:
@@ -105,14 +119,15 @@ def _check_submit(submit: scheduler_pb2.Submit, rules: StopRules) -> None:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, "max_tokens must be at least 1", param="max_tokens")
     if not all(submit.sampling.stop):
         raise TokenloomError(ErrorCode.INVALID_REQUEST, "a stop string must not be empty", param="stop")
-    if submit.sampling.stop and not rules.table.verified:
+    if submit.sampling.stop and not rules.stopping.table.verified:
         raise TokenloomError(ErrorCode.UNSUPPORTED, "stop strings are not served: this tokenizer's text table is not exact", param="stop")
     if submit.adapter:
         raise TokenloomError(ErrorCode.UNSUPPORTED, "LoRA adapters are not built yet", param="model")
-    if submit.priority:
-        raise TokenloomError(ErrorCode.UNSUPPORTED, "priorities are not built yet", param="priority")
+    if submit.priority and not rules.priorities:
+        message = "priority is not served: the scheduler must be started with --scheduling-policy priority"
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, message, param="priority")
     if submit.choices > 1:
-        raise TokenloomError(ErrorCode.UNSUPPORTED, "several choices in one submit are not built yet", param="n")
+        raise TokenloomError(ErrorCode.UNSUPPORTED, "a submit stands for one choice; each further one names its parent", param="n")
     if submit.sampling.HasField("logprobs") or submit.sampling.HasField("prompt_logprobs"):
         raise TokenloomError(ErrorCode.UNSUPPORTED, "log-probabilities are not built yet", param="logprobs")
 

@@ -17,7 +17,7 @@ from libs.telemetry.tracing import TraceParent, Tracer
 from libs.text.table import TextTable
 from services.scheduler import convert, spans
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.convert import WireTrace
+from services.scheduler.convert import SubmitRules, WireTrace
 from services.scheduler.core.apply import apply, lose_group
 from services.scheduler.core.plan import BatchOutcome, Effects, StepPlan
 from services.scheduler.core.planner import plan
@@ -57,7 +57,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self.state: SchedulerState | None = None
         self._facts: worker_pb2.WorkerFacts | None = None
-        self._rules: StopRules | None = None
+        self._rules: SubmitRules | None = None
         self._paces: dict[str, Pace] = {}
         self._sessions: dict[int, GatewaySession] = {}
         self._clients: dict[RequestKey, _Client] = {}
@@ -87,8 +87,10 @@ class Engine:
         check_fit(link.name, facts, self._facts or facts, self._table.fingerprint, self._config)
         if self.state is None or self._facts is None:
             self._facts = facts
-            self._rules = StopRules(tuple(facts.eos_token_ids), facts.max_model_len, self._table)
-            self.state = SchedulerState(limits_of(self._config, facts), Policy(self._config.scheduling_policy))
+            policy = Policy(self._config.scheduling_policy)
+            stopping = StopRules(tuple(facts.eos_token_ids), facts.max_model_len, self._table)
+            self._rules = SubmitRules(stopping, facts.vocab_size, priorities=policy is Policy.PRIORITY)
+            self.state = SchedulerState(limits_of(self._config, facts), policy)
         self.state.groups[link.name] = Group.new(
             link.name,
             attached.epoch,
@@ -244,7 +246,7 @@ class Engine:
         log.info("gateway session closed", gateway=session.name)
 
     def _welcome(self) -> scheduler_pb2.Welcome:
-        return welcome_of(self._facts, self._leadership.token, self._config.shard)
+        return welcome_of(self._facts, self._leadership.token, self._config)
 
     def window(self, session: GatewaySession) -> scheduler_pb2.Window:
         """See SessionOwner: an equal share of what may be live, at least one sequence of full length."""
@@ -302,7 +304,7 @@ class Engine:
             effects = Effects()
             state.finish(request, Ending(stop.reason, stop=stop), now, effects)
             self._publish(effects)
-        elif not self._paces:
+        elif not self._paces and request.wait_reason is WaitReason.NEW:
             request.wait(WaitReason.NO_WORKER, now)
         self.kick()
 

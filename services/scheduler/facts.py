@@ -58,21 +58,22 @@ def limits_of(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> Limits:
     )
 
 
-def model_facts(facts: worker_pb2.WorkerFacts) -> scheduler_pb2.ModelFacts:
-    """What a gateway must know of the model."""
+def model_facts(facts: worker_pb2.WorkerFacts, *, priorities: bool) -> scheduler_pb2.ModelFacts:
+    """What a gateway must know of the model, and whether `priorities` are served."""
     return scheduler_pb2.ModelFacts(
         fingerprints=facts.fingerprints,
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids,
         defaults=facts.defaults,
+        priority_scheduling=priorities,
     )
 
 
-def welcome_of(facts: worker_pb2.WorkerFacts | None, leader_token: int, shard: int) -> scheduler_pb2.Welcome:
+def welcome_of(facts: worker_pb2.WorkerFacts | None, leader_token: int, config: SchedulerConfig) -> scheduler_pb2.Welcome:
     """What a session is told first, and again once a worker (whose `facts` are None until then) has attached."""
-    model = model_facts(facts) if facts else None
-    return scheduler_pb2.Welcome(protocol_version=PROTOCOL_VERSION, leader_token=leader_token, shard=shard, model=model)
+    model = model_facts(facts, priorities=config.scheduling_policy == "priority") if facts else None
+    return scheduler_pb2.Welcome(protocol_version=PROTOCOL_VERSION, leader_token=leader_token, shard=config.shard, model=model)
 
 
 def window_of(config: SchedulerConfig, sessions: int, max_model_len: int, not_ready: str) -> scheduler_pb2.Window:

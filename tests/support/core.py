@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from libs.blocks import block_hashes
 from libs.sampling import SamplingParams
+from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import Request, RequestKey, Timeline
 from services.scheduler.core.state import Group, Limits, SchedulerState
 from services.scheduler.core.stopping import StopRules, StopTracker
@@ -14,10 +15,10 @@ from tests.support.model_worker import EOS, text_table
 RULES = StopRules((EOS,), max_model_len=128, table=text_table())
 
 
-def make_state(**limits: object) -> SchedulerState:
+def make_state(policy: Policy = Policy.FCFS, **limits: object) -> SchedulerState:
     """A state with small limits; keyword arguments replace fields of Limits."""
     values = {"max_tokens_per_step": 32, "max_sequences": 8, "max_requests": 100, "max_model_len": RULES.max_model_len, **limits}
-    return SchedulerState(Limits(**values))  # type: ignore[arg-type]
+    return SchedulerState(Limits(**values), policy)  # type: ignore[arg-type]
 
 
 def add_group(state: SchedulerState, name: str = "g0", *, epoch: int = 1, blocks: int = 8, slots: int = 8, in_flight: int = 2) -> Group:
@@ -35,6 +36,9 @@ def make_request(
     outputs: Sequence[int] = (),
     deadline_ns: int | None = None,
     cacheable: bool = True,
+    priority: int = 0,
+    parent: Request | None = None,
+    attempt: int = 0,
 ) -> Request:
     """A request as the shell would build it; not yet accepted."""
     arrival = state.next_arrival()
@@ -45,7 +49,7 @@ def make_request(
     names = block_hashes(prompt) if cacheable else []
     return Request(
         RequestKey(7, number or arrival),
-        0,
+        attempt,
         arrival,
         list(prompt),
         params,
@@ -55,4 +59,6 @@ def make_request(
         block_names=names,
         cacheable=bool(names),
         deadline_ns=deadline_ns,
+        priority=priority,
+        parent=parent.key if parent else None,
     )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libs.blocks import BLOCK_SIZE, chain_hash
+from libs.blocks import BLOCK_SIZE
 from libs.errors import ErrorCode, TokenloomError
+from services.scheduler.core.naming import extend_names
 from services.scheduler.core.plan import BatchOutcome, Delta, Effects, PlannedRow, RowOutcome, StepOutcome, StepPlan
 from services.scheduler.core.request import Ending, Request, RequestState
 from services.scheduler.core.state import Group, SchedulerState
@@ -95,6 +96,8 @@ def _apply_row(
     else:
         if request.residency is row.residency:
             row.residency.computed = row.start + row.count
+            if row.prefill and request.prompt_is_computed:
+                state.release_children(request)
         if tokens:
             _accept_tokens(state, request, tokens, now_ns, effects)
         if outcome is RowOutcome.CONSTRAINT_COMPLETE and request.state is not RequestState.ENDED:
@@ -115,14 +118,6 @@ def _accept_tokens(state: SchedulerState, request: Request, tokens: Sequence[int
             state.finish(request, Ending(stop.reason, stop=stop), now_ns, effects)
             return
     effects.deltas.append(Delta(request, first, tokens))
-
-
-def extend_names(request: Request) -> None:
-    """Names the blocks that have become full of confirmed tokens, so that they can be published and found after a preemption."""
-    while request.block_names and (len(request.block_names) + 1) * BLOCK_SIZE <= request.known:
-        start = len(request.block_names) * BLOCK_SIZE
-        ids = [request.token_at(position) for position in range(start, start + BLOCK_SIZE)]
-        request.block_names.append(chain_hash(request.block_names[-1], ids))
 
 
 def _publish_outputs(group: Group, request: Request) -> None:

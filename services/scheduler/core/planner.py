@@ -1,9 +1,15 @@
 """What runs in a group's next step, and why the rest waits.
 
 Three limits close the gap between what is computed and what is known: the token budget, sequences per step, and free blocks. Decodes come
-first (each is one token, and a client waits for it), then prompts that have begun, in the order of their admission, then the queue.
+first (each is one token, and a client waits for it), then prompts that have begun, both in the order of their ranks, then the queue.
 Chunked prefill after Agrawal et al. 2024 ("Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve"); continuous batching
 after Yu et al. 2022 ("Orca").
+
+Why every request comes to its end (PROTOCOL.md rule 12). A request's rank among those that run in a group is fixed when it is admitted:
+(priority or 0, order of admission). Rows take blocks in that order, and a victim of preemption is the last, so never before its
+beneficiary. The first is therefore nobody's victim but, alone, its own; that it fits the group alone was made sure at admission, so it
+runs to its end. The first place changes hands without an ending only when somebody of a lower priority value is admitted, at most as
+often as such requests arrive. Where requests of lower values never cease to arrive, others may wait for ever: that is the policy.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from services.scheduler.core.state import Group, SchedulerState
 
 # Requests that may be passed over in one step, and why: what they wait for is not in the way of others.
 _MAX_ASIDE = 64
-_PASSED_OVER = frozenset({WaitReason.PREFIX_IN_FLIGHT, WaitReason.QUARANTINE})
+_PASSED_OVER = frozenset({WaitReason.PREFIX_IN_FLIGHT, WaitReason.QUARANTINE, WaitReason.GROUP_TOO_SMALL})
 
 
 def plan(state: SchedulerState, group: Group, now_ns: int) -> StepPlan | None:
@@ -26,7 +32,7 @@ def plan(state: SchedulerState, group: Group, now_ns: int) -> StepPlan | None:
 
     Changes the state as if the batch were on its way: blocks are taken, `planned` advances, requests are admitted or preempted.
     """
-    isolated = state.quarantine.isolates(group.name, state.groups)
+    isolated = state.is_isolated(group)
     if not group.can_dispatch or group.broken or (isolated and group.in_flight):
         return None
     draft = _Draft(state, group, isolated, now_ns)
@@ -62,7 +68,7 @@ class _Draft:
         return self._plan
 
     def add_running(self) -> None:
-        """Rows for the requests that run already: decodes, then prefills, both in the order of their admission."""
+        """Rows for the requests that run already: decodes, then prefills, both in the order of their ranks."""
         prefills: list[Request] = []
         for request in list(self._group.running):
             residency = request.residency  # None: it was preempted a moment ago
@@ -173,6 +179,8 @@ class _Draft:
             return WaitReason.QUARANTINE
         if request.unresolved:
             return WaitReason.UNRESOLVED
+        if not self._group.holds(request):
+            return WaitReason.GROUP_TOO_SMALL
         if self._budget < 1:
             return WaitReason.TOKEN_BUDGET
         if not self._make_slot():
@@ -207,7 +215,8 @@ class _Draft:
         return True
 
     def _lookup(self, request: Request) -> Hit:
-        if not self._state.limits.prefix_caching or not request.cacheable:
+        # Without prefix caching names are private to a family: a child still finds its parent's blocks.
+        if not request.cacheable or not (self._state.limits.prefix_caching or request.parent):
             return Hit([], False)
         # At least the last known token is computed: its logits are what the next token is drawn from.
         return self._group.ledger.lookup(request.block_names[: (request.known - 1) // BLOCK_SIZE])

@@ -27,8 +27,9 @@ class Quarantine:
         return self._sets[0] if self._sets else ()
 
     def isolates(self, group: str, groups: Iterable[str]) -> bool:
-        """Whether `group` is the one of `groups` that runs suspects, and nobody else: the one that failed last, if it is still there."""
-        return bool(self._sets) and group == (self._group if self._group in groups else min(groups))
+        """Whether `group` is the one of `groups` (those that can hold the suspects whose turn it is; none: nobody) that runs them, and
+        nobody else: the one that failed last, if it is still there."""
+        return bool(self._sets) and group == (self._group if self._group in groups else min(groups, default=""))
 
     def may_run(self, request: Request, *, isolated: bool) -> bool:
         """Whether the request may stand in the next batch of a group that is isolated or not."""

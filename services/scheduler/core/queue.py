@@ -1,6 +1,7 @@
 """The waiting queue: who is next, decided by a policy, in O(log n).
 
-A preempted or migrated request comes back with the place of its arrival, so that nobody who came later overtakes it.
+A preempted or migrated request comes back with the place of its arrival, so that nobody who came later (and, under the priority policy,
+is no more urgent) overtakes it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,24 @@ class Policy(enum.Enum):
     """Order of the waiting queue (`--scheduling-policy`)."""
 
     FCFS = "fcfs"
+    PRIORITY = "priority"
+
+    def rank(self, request: Request, order: int) -> tuple[int, int]:
+        """The place of the `order`-th admission of a group among those that run there: lower is served first and preempted last."""
+        return (request.priority if self is Policy.PRIORITY else 0, order)
 
 
 _KEYS: dict[Policy, Callable[[Request], tuple[int, ...]]] = {
     Policy.FCFS: lambda request: (request.arrival,),
+    Policy.PRIORITY: lambda request: (request.priority, request.arrival),
 }
 
 
 class WaitingQueue:
-    """Waiting requests in the policy's order. Removal is lazy: an entry whose request has left is skipped when it comes up."""
+    """Waiting requests in the policy's order. Removal is lazy: an entry whose request has left is skipped when it comes up.
+
+    A parked request is a member that has no place in the order until it is pushed.
+    """
 
     def __init__(self, policy: Policy = Policy.FCFS) -> None:
         self._key = _KEYS[policy]
@@ -47,6 +57,10 @@ class WaitingQueue:
         self._entries += 1
         self._members[request] = self._entries
         heapq.heappush(self._heap, (self._key(request), self._entries, request))
+
+    def park(self, request: Request) -> None:
+        """Adds a request that does not come up until it is pushed, so that it is in nobody's way."""
+        self._members[request] = 0
 
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it stands."""

@@ -15,6 +15,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from libs.blocks import blocks_for
 from libs.errors import TokenloomError
 from libs.sampling import SamplingParams
 from services.scheduler.core.stopping import FinishReason, Stop, StopTracker
@@ -56,6 +57,8 @@ class WaitReason(enum.Enum):
     DRAINING_BLOCKS = "draining_blocks"
     PREFIX_IN_FLIGHT = "prefix_in_flight"
     UNRESOLVED = "unresolved"
+    PARENT_PROMPT = "parent_prompt"
+    GROUP_TOO_SMALL = "group_too_small"
     BEHIND = "behind_another"
     QUARANTINE = "quarantine"
 
@@ -118,13 +121,14 @@ class Ending:
 class Residency:
     """A running request's place in one worker group. A new one for every admission, so that rows of an older one are told apart.
 
-    `blocks` is the block table; its first `published` are named or came from the prefix cache. `computed`: tokens whose KV is confirmed;
+    `rank`: its place among those that run there, fixed at admission (Policy.rank). `blocks` is the block table; its first `published` are
+    named or came from the prefix cache. `computed`: tokens whose KV is confirmed;
     `planned`: the same with all batches in flight; `last_batch`: the newest batch it stands in. `opened`: the worker has been told.
     `void`: one of its rows was not computed, so that what later rows in flight yield means nothing.
     """
 
     group: str
-    order: int
+    rank: tuple[int, int]
     slot: int
     blocks: list[int]
     computed: int
@@ -140,7 +144,9 @@ class Request:
     """One sequence. Only the core changes it; the shell reads it.
 
     `block_names` are the chained hashes of its full blocks known so far (empty and `cacheable` False: no cache). `unresolved`: rows in
-    flight, over all residencies; a request with unresolved rows is not admitted again. `crashes`: times a batch with this request alone in
+    flight, over all residencies; a request with unresolved rows is not admitted again. `parent`: the first choice of the same HTTP
+    request, whose prompt this one shares; None for a first choice. `cached_tokens`: prompt tokens found in the prefix cache when it was
+    first admitted; of a first choice only, and `counted` once they are in the counters. `crashes`: times a batch with this request alone in
     it failed since its last progress.
     """
 
@@ -157,12 +163,14 @@ class Request:
     deadline_ns: int | None = None
     priority: int = 0
     tenant: str = ""
+    parent: RequestKey | None = None
     state: RequestState = RequestState.WAITING
     wait_reason: WaitReason = WaitReason.NEW
     residency: Residency | None = None
     unresolved: int = 0
     unresolved_samples: int = 0
     cached_tokens: int = 0
+    counted: bool = False
     was_admitted: bool = False
     crashes: int = 0
     ending: Ending | None = None
@@ -176,6 +184,16 @@ class Request:
     def most_tokens(self) -> int:
         """Upper bound of `known`: prompt plus the most output it may have."""
         return len(self.prompt_ids) + self.stops.max_output
+
+    @property
+    def most_blocks(self) -> int:
+        """KV blocks that hold all of it: its last token is never computed."""
+        return blocks_for(self.most_tokens - 1)
+
+    @property
+    def prompt_is_computed(self) -> bool:
+        """Whether the KV of the whole prompt lies, confirmed, where the request runs."""
+        return self.residency is not None and self.residency.computed >= len(self.prompt_ids)
 
     @property
     def remaining(self) -> int:

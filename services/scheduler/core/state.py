@@ -7,13 +7,16 @@ Everything that a request holds (slot, blocks, place in queue) is given back in 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+import math
+from bisect import insort
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from libs.blocks import BLOCK_SIZE, blocks_for
 from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.core.ledger import BlockLedger
+from services.scheduler.core.naming import private_names
 from services.scheduler.core.plan import Effects, StepPlan
 from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.queue import Policy, WaitingQueue
@@ -27,6 +30,7 @@ from services.scheduler.core.request import (
     Residency,
     WaitReason,
 )
+from services.scheduler.core.siblings import Siblings
 from services.scheduler.core.stopping import FinishReason
 
 
@@ -48,7 +52,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Group:
-    """One worker group: its blocks, slots, running requests in the order of their admission, and the chain of batches in flight.
+    """One worker group: its blocks, slots, running requests in the order of their ranks, and the chain of batches in flight.
 
     `chain_head`: the predecessor of the next batch (0: none). `broken`: a batch failed, and those behind it have not all reported;
     `suspects` stood in it. `most_tokens`: the token budget that the worker's memory allows, once it ran out (None: it never did).
@@ -81,6 +85,10 @@ class Group:
         """Whether another batch may be sent before an answer comes."""
         return len(self.in_flight) < self.max_in_flight
 
+    def holds(self, request: Request) -> bool:
+        """Whether the request fits this group's cache to its last token, were it alone there."""
+        return request.most_blocks <= self.ledger.num_blocks
+
     def last_touch(self, residency: Residency) -> int:
         """The newest batch in flight that may touch the residency's blocks; 0: none."""
         return residency.last_batch if self.in_flight and residency.last_batch >= self.in_flight[0].number else 0
@@ -106,10 +114,17 @@ class Counters:
     resumed: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    sibling_shared: int = 0
     stale_results: int = 0
     unknown_cancels: int = 0
     steps: int = 0
     mixed_steps: int = 0
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    if request.residency is None:
+        raise ValueError(f"request {request.key} holds no place")
+    return request.residency.rank
 
 
 class SchedulerState:
@@ -118,7 +133,9 @@ class SchedulerState:
     def __init__(self, limits: Limits, policy: Policy = Policy.FCFS) -> None:
         self.limits = limits
         self.requests: dict[RequestKey, Request] = {}
+        self.policy = policy
         self.queue = WaitingQueue(policy)
+        self.siblings = Siblings()
         self.groups: dict[str, Group] = {}
         self.quarantine = Quarantine()
         self.counters = Counters()
@@ -126,6 +143,8 @@ class SchedulerState:
         self._arrivals = 0
         self.live_tokens = 0
         self._newcomers: list[Request] = []
+        # Cached tokens of requests that were counted and whose session was lost: their next attempt looks nothing up for the counters.
+        self._counted: OrderedDict[RequestKey, int] = OrderedDict()
 
     @property
     def running(self) -> int:
@@ -145,18 +164,28 @@ class SchedulerState:
         return self._arrivals
 
     def capacity_tokens(self) -> int | None:
-        """Longest sequence that every attached group can hold alone; None while there is none."""
-        return min((group.ledger.num_blocks for group in self.groups.values()), default=0) * BLOCK_SIZE or None
+        """Longest sequence that some attached group can hold alone; None while there is none."""
+        return max((group.ledger.num_blocks for group in self.groups.values()), default=0) * BLOCK_SIZE or None
+
+    def fits(self, request: Request) -> bool:
+        """Whether an attached group, or any while there is none, can hold the request alone to its last token."""
+        return request.most_tokens <= self.limits.max_model_len and request.most_blocks * BLOCK_SIZE <= (self.capacity_tokens() or math.inf)
+
+    def is_isolated(self, group: Group) -> bool:
+        """Whether `group` runs the suspects whose turn it is, and nobody else."""
+        suspects = self.quarantine.suspects
+        if not suspects:
+            return False
+        able = [name for name, other in self.groups.items() if all(other.holds(request) for request in suspects)]
+        return self.quarantine.isolates(group.name, able)
 
     def accept(self, request: Request) -> None:
         """Takes a request into the queue. Raises TokenloomError (CANNOT_FIT, PROMPT_TOO_LONG, QUEUE_FULL) and takes nothing otherwise."""
-        total = request.most_tokens
         if request.stops.max_output < 1:
             limit, prompt = self.limits.max_model_len, len(request.prompt_ids)
             raise TokenloomError(ErrorCode.PROMPT_TOO_LONG, f"the prompt has {prompt} tokens; with one output token the limit is {limit}")
-        capacity = self.capacity_tokens()
-        if capacity is not None and blocks_for(total - 1) * BLOCK_SIZE > capacity:
-            raise TokenloomError(ErrorCode.CANNOT_FIT, f"prompt and max_tokens need {total} tokens of KV cache; a worker holds {capacity}")
+        if not self.fits(request):
+            raise self._cannot_fit(request)
         if not request.attempt:  # one that a client already reads goes on
             self._check_room(request)
         self.requests[request.key] = request
@@ -164,8 +193,34 @@ class SchedulerState:
         self.counters.admitted += 1
         if request.deadline_ns is not None:
             self._remember_deadline(request, request.deadline_ns)
-        self._newcomers.append(request)
-        self.queue.push(request)
+        if not self.limits.prefix_caching:
+            request.block_names = private_names(request.block_names, request.parent or request.key)
+        if request.attempt and (cached := self._counted.pop(request.key, None)) is not None:
+            request.cached_tokens, request.counted = cached, True
+        self._enqueue(request)
+
+    def _cannot_fit(self, request: Request) -> TokenloomError:
+        length, capacity = self.limits.max_model_len, self.capacity_tokens()
+        needs = f"prompt and max_tokens need {request.most_tokens} tokens of KV cache"
+        return TokenloomError(ErrorCode.CANNOT_FIT, f"{needs}; a worker holds {min(length, capacity or length)}", param="max_tokens")
+
+    def _enqueue(self, request: Request) -> None:
+        """A child whose parent is still at the prompt waits for it, everybody else in the queue's order."""
+        parent = self.requests.get(request.parent) if request.parent else None
+        if parent is None or parent is request or parent.prompt_is_computed:
+            self._newcomers.append(request)
+            self.queue.push(request)
+            return
+        self.queue.park(request)
+        self.siblings.hold(request, parent)
+        request.wait(WaitReason.PARENT_PROMPT, request.timeline.received_ns)
+
+    def release_children(self, parent: Request) -> None:
+        """The parent's prompt is computed, or it has ended: those who waited for that enter the queue."""
+        for child in self.siblings.release(parent.key):
+            child.wait_reason = WaitReason.NEW if self.groups else WaitReason.NO_WORKER
+            self._newcomers.append(child)
+            self.queue.push(child)
 
     def _check_room(self, request: Request) -> None:
         """Raises TokenloomError (QUEUE_FULL) when what is live leaves no room for one more."""
@@ -201,11 +256,10 @@ class SchedulerState:
         group.admissions += 1
         slot = group.free_slots.pop()
         group.closing.discard(slot)
-        request.residency = Residency(
-            group.name, group.admissions, slot, [*hits, *fresh], computed=computed, planned=computed, published=len(hits)
-        )
+        rank = self.policy.rank(request, group.admissions)
+        request.residency = Residency(group.name, rank, slot, [*hits, *fresh], computed=computed, planned=computed, published=len(hits))
         request.move(RequestState.RUNNING)
-        group.running.append(request)
+        insort(group.running, request, key=_rank)
         self._count_admission(request, computed, now_ns)
         return fresh
 
@@ -216,10 +270,13 @@ class SchedulerState:
             return
         request.was_admitted = True
         request.timeline.dispatched_ns = now_ns
-        if request.cacheable:
-            request.cached_tokens = min(computed, len(request.prompt_ids))
+        found = min(computed, len(request.prompt_ids))
+        if request.parent is not None:  # the prompt of an HTTP request is looked up once: for its first choice
+            self.counters.sibling_shared += found
+        elif self.limits.prefix_caching and not request.counted:
+            request.cached_tokens, request.counted = found, True
             self.counters.prefix_queries += len(request.prompt_ids)
-            self.counters.prefix_hits += request.cached_tokens
+            self.counters.prefix_hits += found
 
     def requeue(self, request: Request, why: str, now_ns: int) -> None:
         """Takes a running request back into the queue with all its confirmed tokens; its blocks are free once its batches are over."""
@@ -243,6 +300,10 @@ class SchedulerState:
         del self.requests[request.key]
         self.live_tokens -= request.most_tokens
         self.quarantine.discard(request)
+        self.siblings.discard(request)
+        self.release_children(request)
+        if request.counted and ending.cancel is CancelReason.SESSION_LOST:
+            self._remember_count(request)
         match ending.reason:
             case FinishReason.CANCELLED | FinishReason.DEADLINE:
                 self.counters.cancelled += 1
@@ -251,6 +312,12 @@ class SchedulerState:
             case _:
                 self.counters.finished += 1
         effects.ended.append(request)
+
+    def _remember_count(self, request: Request) -> None:
+        """What it was counted with is kept for its next attempt, for as many requests as may be live."""
+        self._counted[request.key] = request.cached_tokens
+        if len(self._counted) > self.limits.max_requests:
+            self._counted.popitem(last=False)
 
     def _vacate(self, request: Request) -> None:
         residency = request.residency
@@ -289,10 +356,18 @@ class SchedulerState:
             self.finish(request, Ending(FinishReason.FAILED, error=error), now_ns, effects)
         return effects
 
+    def fail_unfit(self, now_ns: int) -> Effects:
+        """Ends the waiting requests that no attached group can hold any more: the groups that could have come back smaller."""
+        effects = Effects()
+        for request in [request for request in self.queue if not self.fits(request)]:
+            self.finish(request, Ending(FinishReason.FAILED, error=self._cannot_fit(request)), now_ns, effects)
+        return effects
+
     def wait_all(self, reason: WaitReason, now_ns: int) -> None:
-        """Gives every waiting request the same reason."""
+        """Gives every waiting request the same reason, but for those who wait for their parent: its reason is theirs."""
         for request in self.queue:
-            request.wait(reason, now_ns)
+            if request.wait_reason is not WaitReason.PARENT_PROMPT:
+                request.wait(reason, now_ns)
 
     def check(self) -> None:
         """Every invariant that ties the parts together, O(everything). Raises ValueError or LedgerError."""
@@ -303,6 +378,7 @@ class SchedulerState:
             raise ValueError(f"{len(self.requests)} live requests in {places} places")
         if self.live_tokens != sum(request.most_tokens for request in self.requests.values()):
             raise ValueError(f"{self.live_tokens} tokens are counted as live")
+        self.siblings.check(self.requests)
         counters = self.counters
         if counters.admitted != counters.finished + counters.failed + counters.cancelled + len(self.requests):
             raise ValueError(f"conservation is broken: {counters}, {len(self.requests)} live")

@@ -13,12 +13,12 @@ from libs.packing import pack_ids, unpack_ids
 from libs.sampling import SamplingParams
 from libs.telemetry.tracing import TraceParent
 from services.scheduler import convert
-from services.scheduler.convert import WireTrace
+from services.scheduler.convert import SubmitRules, WireTrace
 from services.scheduler.core.plan import BatchOutcome, Effects, RowOutcome, StepTimings
-from services.scheduler.core.request import CancelReason, Ending, Request
+from services.scheduler.core.request import CancelReason, Ending, Request, RequestKey
 from services.scheduler.core.stopping import FinishReason, Stop, StopRules
 from tests.support.core import RULES, add_group, make_request, make_state
-from tests.support.model_worker import text_table
+from tests.support.model_worker import VOCABULARY, text_table
 from tests.unit.scheduler.core.outcomes import planned, step, submit
 from tokenloom.common.v1 import common_pb2
 from tokenloom.scheduler.v1 import scheduler_pb2
@@ -38,8 +38,8 @@ def message(prompt: list[int], outputs: list[int] | None = None, **sampling: Any
     )
 
 
-def to_request(submit: scheduler_pb2.Submit, rules: StopRules = RULES) -> tuple[Request, Stop | None]:
-    return convert.to_request(submit, 7, rules, 1, 1000)
+def to_request(submit: scheduler_pb2.Submit, stopping: StopRules = RULES, **rules: Any) -> tuple[Request, Stop | None]:
+    return convert.to_request(submit, 7, SubmitRules(stopping, VOCABULARY, **rules), 1, 1000)
 
 
 class TestSubmit:
@@ -90,7 +90,7 @@ class TestSubmit:
 
     def test_a_long_resumption_is_replayed_in_linear_time(self):
         rules = StopRules((0,), 10**6, text_table())
-        request, _ = convert.to_request(message([1], [4] * 100_000, max_tokens=200_000), 7, rules, 1, 1000)
+        request, _ = to_request(message([1], [4] * 100_000, max_tokens=200_000), rules)
         assert len(request.output_ids) == 100_000
 
     @pytest.mark.parametrize(
@@ -115,11 +115,32 @@ class TestSubmit:
     def test_an_empty_stop_string_is_refused(self):
         self.refused(message([1], stop=("a", "")), ErrorCode.INVALID_REQUEST, "stop")
 
-    @pytest.mark.parametrize(("field", "value", "param"), [("adapter", "x", "model"), ("priority", -1, "priority"), ("choices", 2, "n")])
+    @pytest.mark.parametrize(("field", "value", "param"), [("adapter", "x", "model"), ("choices", 2, "n")])
     def test_what_is_not_built_is_refused_and_not_ignored(self, field: str, value: Any, param: str):
         submit_message = message([1])
         setattr(submit_message, field, value)
         self.refused(submit_message, ErrorCode.UNSUPPORTED, param)
+
+    def test_a_priority_is_refused_by_the_flags_name_where_the_queue_is_not_ordered_by_it(self):
+        submit_message = message([1])
+        submit_message.priority = -1
+        with pytest.raises(TokenloomError, match="--scheduling-policy priority") as caught:
+            to_request(submit_message)
+        assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, "priority")
+        assert to_request(submit_message, priorities=True)[0].priority == -1
+
+    @pytest.mark.parametrize(("prompt", "outputs"), [([1, VOCABULARY], []), ([1], [2, VOCABULARY])])
+    def test_ids_beyond_the_vocabulary_are_refused(self, prompt: list[int], outputs: list[int]):
+        to_request(message([VOCABULARY - 1], [VOCABULARY - 1]))
+        with pytest.raises(TokenloomError, match=f"token id {VOCABULARY} is not in the vocabulary, which has {VOCABULARY} ids") as caught:
+            to_request(message(prompt, outputs))
+        assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, "prompt")
+
+    def test_a_further_choice_names_its_parent_of_the_same_gateway(self):
+        submit_message = message([1])
+        assert to_request(submit_message)[0].parent is None
+        submit_message.parent_id = 4
+        assert to_request(submit_message)[0].parent == RequestKey(7, 4)
 
     @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
     def test_log_probabilities_are_refused_even_for_the_chosen_token_alone(self, field: str):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.facts import check_fit, limits_of, model_facts, window_of
+from services.scheduler.facts import check_fit, limits_of, model_facts, welcome_of, window_of
 from tokenloom.common.v1 import common_pb2
 from tokenloom.worker.v1 import worker_pb2
 
@@ -99,9 +99,17 @@ def test_switches_reach_the_limits():
 
 
 def test_gateways_are_told_what_they_need_of_the_model():
-    told = model_facts(facts(defaults=common_pb2.GenerationDefaults(temperature=0.5)))
+    told = model_facts(facts(defaults=common_pb2.GenerationDefaults(temperature=0.5)), priorities=False)
     assert (told.max_model_len, told.vocab_size, list(told.eos_token_ids)) == (128, 40, [0, 1])
     assert (told.fingerprints.tokenizer, told.defaults.temperature) == ("t", 0.5)
+
+
+@pytest.mark.parametrize(("policy", "served"), [("fcfs", False), ("priority", True)])
+def test_gateways_are_told_whether_priorities_are_served(policy: Literal["fcfs", "priority"], served: bool):
+    config = SchedulerConfig(scheduling_policy=policy, shard=3)
+    assert welcome_of(facts(), 9, config).model.priority_scheduling is served
+    early = welcome_of(None, 9, config)
+    assert (early.HasField("model"), early.leader_token, early.shard) == (False, 9, 3)
 
 
 def test_sessions_share_what_may_be_live_and_each_may_send_one_sequence() -> None:

@@ -79,11 +79,27 @@ def test_without_a_worker_nobody_knows_what_fits_and_the_request_is_queued():
     assert state.capacity_tokens() is None
 
 
-def test_the_smallest_worker_decides_what_fits():
+def test_the_largest_worker_decides_what_fits():
     state = make_state()
-    add_group(state, "g0", blocks=8)
-    add_group(state, "g1", blocks=3)
-    assert state.capacity_tokens() == 48
+    add_group(state, "g0", blocks=3)
+    add_group(state, "g1", blocks=4)
+    submit(state, [1] * 60, max_tokens=5)
+    with pytest.raises(TokenloomError, match="need 66 tokens of KV cache; a worker holds 64") as caught:
+        submit(state, [1] * 60, max_tokens=6)
+    assert (caught.value.code, caught.value.param) == (ErrorCode.CANNOT_FIT, "max_tokens")
+
+
+def test_requests_that_no_worker_that_is_left_can_hold_end_when_asked_for():
+    state = make_state()
+    large, small = submit(state, [1] * 60, max_tokens=5), submit(state, [1] * 5)
+    assert state.fail_unfit(1).ended == []  # without a worker nobody knows
+    add_group(state, blocks=3)
+    assert state.fail_unfit(2).ended == [large]
+    assert large.ending is not None
+    assert large.ending.error is not None
+    assert large.ending.error.code is ErrorCode.CANNOT_FIT
+    assert small.state is RequestState.WAITING
+    state.check()
 
 
 class TestCancel:
