@@ -115,11 +115,34 @@ async def test_seeds_are_drawn_where_the_client_gives_none(gateway):
     assert len(drawn) == 2
 
 
+async def test_a_salt_reaches_the_tokenizer_and_silence_is_the_common_space(gateway):
+    await gateway.complete(["a", "b"], cache_salt="s")
+    await gateway.chat("hi", cache_salt="s")
+    await gateway.complete("a")
+    salts = [call.hash_salt for call in gateway.tokenizer.calls]
+    assert salts == [b"cache_salt:s"] * 3 + [b""]
+
+
+async def test_a_priority_reaches_the_scheduler_where_priorities_are_served(tmp_path):
+    scheduler = FakeScheduler()
+    scheduler.model = facts(priority_scheduling=True)
+    async with running_gateway(tmp_path, scheduler) as gateway:
+        for priority in (-(2**31), -1, 0, 2**31 - 1):
+            assert (await gateway.complete("a", priority=priority)).status_code == 200
+            assert (await submitted(gateway)).priority == priority
+        await gateway.chat("a", n=2, priority=5)
+        assert [(await submitted(gateway)).priority for _ in range(2)] == [5, 5]
+        await gateway.complete("a", priority=None)
+        assert (await submitted(gateway)).priority == 0
+
+
 async def test_null_counts_as_absent(gateway):
     names = (
         "model max_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos min_tokens stream stream_options timeout user"
     )
-    response = await gateway.chat("hi", **dict.fromkeys([*names.split(), "logprobs", "tools", "n", "response_format"]))
+    response = await gateway.chat(
+        "hi", **dict.fromkeys([*names.split(), "logprobs", "tools", "n", "best_of", "cache_salt", "priority", "response_format"])
+    )
     assert response.status_code == 200, response.text
 
 

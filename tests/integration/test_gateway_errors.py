@@ -360,6 +360,32 @@ async def test_what_the_scheduler_refuses_keeps_its_code(tmp_path, code, status,
         await gateway.until_idle()
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 4, "stream": True}, "max_completion_tokens"),
+        ({"prompt": ["a", "b"], "n": 2}, "max_tokens"),
+    ],
+)
+async def test_what_can_never_fit_is_a_400_that_names_what_could_be_smaller(tmp_path, body, param):
+    error = TokenloomError(ErrorCode.CANNOT_FIT, "prompt and max_tokens need 40 tokens of KV cache; a worker holds 32").to_proto()
+    async with running_gateway(tmp_path, FakeScheduler(say("", reason=FAILED, error=error, was_accepted=False))) as gateway:
+        response = await gateway.client.post("/v1/chat/completions" if "messages" in body else "/v1/completions", json=body)
+        found = response.json()["error"]
+        assert (response.status_code, found["code"], found["param"]) == (400, "cannot_fit", param)
+        assert (found["type"], "32" in found["message"]) == ("invalid_request_error", True)
+        assert "retry-after" not in response.headers
+        await gateway.until_idle()
+
+
+async def test_a_parameter_that_the_scheduler_names_is_kept(tmp_path):
+    error = TokenloomError(ErrorCode.CANNOT_FIT, "too much", param="prompt").to_proto()
+    async with running_gateway(tmp_path, FakeScheduler(say("", reason=FAILED, error=error, was_accepted=False))) as gateway:
+        assert (await gateway.chat(max_tokens=3)).json()["error"]["param"] == "prompt"
+
+
 async def test_over_the_window_is_a_429_before_any_tokenization(gateway):
     gateway.scheduler.behaviour = say("x")
     gateway.scheduler.set_window(max_outstanding=1, max_outstanding_tokens=10_000, ready=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from libs.blocks import block_hashes
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import count_ids, pack_ids, unpack_ids
 from libs.rpc import Server, abort, listen, new_server
@@ -40,10 +41,14 @@ def ids_of(text: str) -> list[int]:
 
 
 class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """One id per byte; a chat is its messages as `role:content` lines. `gate` holds calls back, `failure` fails them."""
+    """One id per byte; a chat is its messages as `role:content` lines.
+
+    `gate` holds calls back, `failure` fails them, `spell` gives the ids of a text.
+    """
 
     def __init__(self, fingerprint: str = FINGERPRINT, *, verified: bool = True) -> None:
         self.table = byte_table(fingerprint, verified=verified)
+        self.spell: Callable[[str], list[int]] = ids_of
         self.calls: list[tokenizer_pb2.EncodeRequest] = []
         self.traceparents: list[str] = []
         self.gate = asyncio.Event()
@@ -73,25 +78,26 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             raise
         if self.failure is not None:
             await abort(context, self.failure)
-        ids, param = _encode(request), "messages" if request.HasField("chat") else "prompt"
+        ids, param = _encode(request, self.spell), "messages" if request.HasField("chat") else "prompt"
         if not ids:
             await abort(context, TokenloomError(ErrorCode.EMPTY_PROMPT, "the prompt is empty", param=param))
         if request.max_tokens and len(ids) > request.max_tokens:
             message = f"the prompt has {len(ids)} tokens, more than the {request.max_tokens} allowed"
             await abort(context, TokenloomError(ErrorCode.PROMPT_TOO_LONG, message, param=param))
-        return tokenizer_pb2.EncodeResponse(token_ids=pack_ids(ids), tokenizer_fingerprint=self.table.fingerprint)
+        hashes = b"".join(block_hashes(ids, request.hash_salt))
+        return tokenizer_pb2.EncodeResponse(token_ids=pack_ids(ids), block_hashes=hashes, tokenizer_fingerprint=self.table.fingerprint)
 
     async def GetTextTable(self, request, context):
         return self.table.to_proto()
 
 
-def _encode(request: tokenizer_pb2.EncodeRequest) -> list[int]:
+def _encode(request: tokenizer_pb2.EncodeRequest, spell: Callable[[str], list[int]]) -> list[int]:
     kind = request.WhichOneof("input")
     if kind == "text":
-        return ids_of(request.text)
+        return spell(request.text)
     if kind == "token_ids":
         return unpack_ids(request.token_ids.ids)
-    return ids_of("".join(f"{message['role']}:{message['content']}\n" for message in json.loads(request.chat.messages_json)))
+    return spell("".join(f"{message['role']}:{message['content']}\n" for message in json.loads(request.chat.messages_json)))
 
 
 def facts(**changes) -> scheduler_pb2.ModelFacts:
