@@ -1,13 +1,12 @@
 """The shell's heart: one object, one thread, no awaiting. Messages come in as calls, the core decides, messages go out to queues.
 
-On a result: apply, plan, send, and only then deltas, metrics and spans (PROTOCOL.md rule 26). It holds what the core must not know:
-which session a request came from, its trace, clocks and timers.
+On a result: apply, plan, send, and only then deltas, metrics and spans (PROTOCOL.md rule 26). With `clients` it holds what the core must
+not know: which session a request came from, its trace, clocks and timers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 from libs.clock import Clock
 from libs.errors import ErrorCode, TokenloomError
@@ -15,9 +14,10 @@ from libs.packing import count_ids
 from libs.telemetry.logs import get_logger
 from libs.telemetry.tracing import TraceParent, Tracer
 from libs.text.table import TextTable
-from services.scheduler import convert, spans
+from services.scheduler import convert
+from services.scheduler.clients import Clients
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.convert import SubmitRules, WireTrace
+from services.scheduler.convert import SubmitRules
 from services.scheduler.core.apply import apply, lose_group
 from services.scheduler.core.plan import BatchOutcome, Effects, StepPlan
 from services.scheduler.core.planner import plan
@@ -38,36 +38,30 @@ from tokenloom.worker.v1 import worker_pb2
 log = get_logger(__name__)
 
 
-@dataclass(slots=True)
-class _Client:
-    """Where a request's output goes, and where its spans hang."""
-
-    session: GatewaySession
-    trace: RequestTrace | None
-
-
 class Engine:
-    """See the module. Created inside a running loop. `idle` is set while no request is live, `superseded` once another leads."""
+    """See the module. Created inside a running loop. `superseded` is set once another leads."""
 
     def __init__(
         self, config: SchedulerConfig, clock: Clock, tracer: Tracer, metrics: SchedulerMetrics, leadership: Leadership, table: TextTable
     ) -> None:
-        self._config, self._clock, self._tracer, self._metrics = config, clock, tracer, metrics
+        self._config, self._clock, self._metrics = config, clock, metrics
         self._leadership, self._table = leadership, table
         self._loop = asyncio.get_running_loop()
         self.state: SchedulerState | None = None
         self._facts: worker_pb2.WorkerFacts | None = None
         self._rules: SubmitRules | None = None
         self._paces: dict[str, Pace] = {}
-        self._sessions: dict[int, GatewaySession] = {}
-        self._clients: dict[RequestKey, _Client] = {}
+        self._clients = Clients(config, clock, tracer, metrics)
         self._kicked = False
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._without_worker_since = clock.monotonic_ns()
         self._draining = False
-        self.idle = asyncio.Event()
-        self.idle.set()
         self.superseded = asyncio.Event()
+
+    @property
+    def idle(self) -> asyncio.Event:
+        """Set while no request is live."""
+        return self._clients.idle
 
     def next_epoch(self) -> tuple[int, int]:
         """See LinkOwner."""
@@ -84,14 +78,9 @@ class Engine:
     def worker_attached(self, link: WorkerLink, attached: worker_pb2.Attached) -> None:
         """See LinkOwner. Raises TokenloomError (FINGERPRINT_MISMATCH, PROTOCOL_VIOLATION) for a worker that does not fit."""
         facts = attached.facts
-        check_fit(link.name, facts, self._facts or facts, self._table.fingerprint, self._config)
-        if self.state is None or self._facts is None:
-            self._facts = facts
-            policy = Policy(self._config.scheduling_policy)
-            stopping = StopRules(tuple(facts.eos_token_ids), facts.max_model_len, self._table)
-            self._rules = SubmitRules(stopping, facts.vocab_size, priorities=policy is Policy.PRIORITY)
-            self.state = SchedulerState(limits_of(self._config, facts), policy)
-        self.state.groups[link.name] = Group.new(
+        check_fit(link.name, facts, self._facts or facts, self._table.fingerprint, self._config, alone=not self._paces)
+        state = self._reshape(facts) if self.state is None or not self._paces else self.state
+        state.groups[link.name] = Group.new(
             link.name,
             attached.epoch,
             num_blocks=facts.num_blocks,
@@ -102,10 +91,21 @@ class Engine:
         self._paces[link.name] = Pace(link)
         self._metrics.workers.set(len(self._paces))
         log.info("worker attached", worker=link.name, blocks=facts.num_blocks, slots=facts.num_slots, numerics=facts.fingerprints.numerics)
-        for session in self._sessions.values():
-            session.outbox.welcome = self._welcome()
-            self._touch(session)
+        self._clients.tell_all(self._welcome())
+        self._clients.publish(state.fail_unfit(self._clock.monotonic_ns()))
         self.kick()
+
+    def _reshape(self, facts: worker_pb2.WorkerFacts) -> SchedulerState:
+        """The only worker decides how long sequences and how large steps may be: the first one, or one that comes back different."""
+        if self._facts is not None and self._facts.max_model_len != facts.max_model_len:
+            log.warning("the context length changes with the only worker", was=self._facts.max_model_len, max_model_len=facts.max_model_len)
+        policy, limits = Policy(self._config.scheduling_policy), limits_of(self._config, facts)
+        stopping = StopRules(tuple(facts.eos_token_ids), facts.max_model_len, self._table)
+        self._facts, self._rules = facts, SubmitRules(stopping, facts.vocab_size, priorities=policy is Policy.PRIORITY)
+        if self.state is None:
+            self.state = SchedulerState(limits, policy)
+        self.state.limits = limits
+        return self.state
 
     def worker_lost(self, link: WorkerLink, *, crashed: bool) -> None:
         """See LinkOwner: its requests return to the queue."""
@@ -124,7 +124,7 @@ class Engine:
         if not self._paces:
             self._without_worker_since = now
             state.wait_all(WaitReason.NO_WORKER, now)
-        self._publish(effects)
+        self._clients.publish(effects)
         self.kick()
 
     def step_patience_us(self, link: WorkerLink) -> float:
@@ -148,7 +148,7 @@ class Engine:
         if head is None or (outcome.epoch, outcome.number) != (head.epoch, head.number):
             return
         if outcome.outcome is BatchOutcome.NOT_RUN and not head.predecessor:
-            self._publish(effects)
+            self._clients.publish(effects)
             raise LostWorker(f"the worker refused step {head.number}, which has no predecessor")
         pace.started_ns = now
         if outcome.outcome is BatchOutcome.OK and pace.observe(head, outcome.timings.total_us):
@@ -160,7 +160,7 @@ class Engine:
             budget = group.most_tokens or state.limits.max_tokens_per_step
             log.error("batch did not run", worker=link.name, step=outcome.number, error=outcome.error.message, token_budget=budget)
         self._account_step(group, pace, head, now)
-        self._publish(effects)
+        self._clients.publish(effects)
 
     def _account_step(self, group: Group, pace: Pace, head: StepPlan, now: int) -> None:
         metrics = self._metrics
@@ -200,7 +200,7 @@ class Engine:
                 return
             if len(group.in_flight) == 1:
                 pace.started_ns = now
-            pace.link.send(convert.to_batch(step, self._wire_trace))
+            pace.link.send(convert.to_batch(step, lambda key: self._clients.wire_trace(state.requests.get(key))))
             self._metrics.plan_time.observe((self._clock.monotonic_ns() - now) / 1e9)
 
     def _is_due(self, group: Group, pace: Pace, now: int) -> bool:
@@ -215,43 +215,29 @@ class Engine:
         pace.timer = self._loop.call_later(wait_us / 1e6, self._dispatch, group, pace)
         return False
 
-    def _wire_trace(self, key: RequestKey) -> WireTrace | None:
-        client, request = self._clients.get(key), self.state.requests.get(key) if self.state else None
-        if request is None or client is None or client.trace is None or not client.trace.parent.sampled:
-            return None
-        return client.trace.wire(started=request.timeline.first_token_ns > 0)
-
     def open_session(self, session: GatewaySession) -> None:
         """See SessionOwner."""
-        for old in [other for other in self._sessions.values() if other.gateway == session.gateway]:
+        for old in self._clients.of_gateway(session.gateway):
             log.info("gateway opens a new session; the old one ends", gateway=session.name)
             self.close_session(old)
-        self._sessions[session.id] = session
-        self._metrics.sessions.set(len(self._sessions))
-        session.outbox.welcome = self._welcome()
-        for other in self._sessions.values():
-            self._touch(other)
+        self._clients.open(session, self._welcome())
         log.info("gateway session opened", gateway=session.name)
 
     def close_session(self, session: GatewaySession) -> None:
         """See SessionOwner: cancels what it had."""
-        if self._sessions.pop(session.id, None) is None:
+        if not self._clients.close(session):
             return
-        session.closed.set()
-        self._metrics.sessions.set(len(self._sessions))
         for key in sorted(session.keys):
             self._cancel(key, CancelReason.SESSION_LOST)
-        for other in self._sessions.values():
-            self._touch(other)
         log.info("gateway session closed", gateway=session.name)
 
     def _welcome(self) -> scheduler_pb2.Welcome:
         return welcome_of(self._facts, self._leadership.token, self._config)
 
     def window(self, session: GatewaySession) -> scheduler_pb2.Window:
-        """See SessionOwner: an equal share of what may be live, at least one sequence of full length."""
+        """See SessionOwner: a share of what may be live."""
         length = self._facts.max_model_len if self._facts else 0
-        return window_of(self._config, len(self._sessions), length, self._not_ready())
+        return window_of(self._clients.share(session), length, self._not_ready())
 
     def _not_ready(self) -> str:
         if self._draining:
@@ -261,10 +247,6 @@ class Engine:
         if not self._paces and self._clock.monotonic_ns() - self._without_worker_since > self._config.worker_grace * 1e9:
             return "no worker is attached"
         return ""
-
-    def _touch(self, session: GatewaySession) -> None:
-        session.outbox.window_changed = True
-        session.nudge()
 
     def submit(self, session: GatewaySession, submit: scheduler_pb2.Submit) -> None:
         """See SessionOwner."""
@@ -294,16 +276,12 @@ class Engine:
         request, stop = convert.to_request(submit, session.gateway, rules, state.next_arrival(), now)
         state.accept(request)
         parent = TraceParent.parse(submit.trace.traceparent, submit.trace.tracestate)
-        self.idle.clear()
-        self._clients[key] = _Client(session, RequestTrace(parent, submit.label) if parent else None)
-        session.keys.add(key)
-        session.outbox.accepted.append(submit.id)
-        session.nudge()
+        self._clients.accepted(request, session, RequestTrace(parent, submit.label) if parent else None)
         log.debug("request accepted", request=str(key), x_request_id=submit.label, prompt_tokens=count_ids(submit.prompt_ids))
         if stop is not None:
             effects = Effects()
             state.finish(request, Ending(stop.reason, stop=stop), now, effects)
-            self._publish(effects)
+            self._clients.publish(effects)
         elif not self._paces and request.wait_reason is WaitReason.NEW:
             request.wait(WaitReason.NO_WORKER, now)
         self.kick()
@@ -320,7 +298,7 @@ class Engine:
         now, request = self._clock.monotonic_ns(), state.requests.get(key)
         if request is not None and request.residency is not None:
             self._watch_blocks(state.groups[request.residency.group], request.residency, now)
-        self._publish(state.cancel(key, reason, now))
+        self._clients.publish(state.cancel(key, reason, now))
         self.kick()
 
     def _watch_blocks(self, group: Group, residency: Residency, now: int) -> None:
@@ -342,17 +320,17 @@ class Engine:
 
     def _expire(self) -> None:
         if self.state is not None:
-            self._publish(self.state.expire(self._clock.monotonic_ns()))
+            self._clients.publish(self.state.expire(self._clock.monotonic_ns()))
         self.kick()
 
     def tick(self) -> None:
-        """Called about twice a second: requests that waited too long for any worker fail; every session hears that the loop turns."""
+        """Called about twice a second: requests that waited too long for any worker fail; windows are split by recent demand, and every
+        session hears its own, and that the loop turns."""
         now = self._clock.monotonic_ns()
         if self.state is not None and not self._paces and now - self._without_worker_since > self._config.worker_grace * 1e9:
             error = TokenloomError(ErrorCode.NO_WORKER, "no worker came back in time", retry_after_ms=1000)
-            self._publish(self.state.fail_all(list(self.state.requests.values()), error, now))
-        for session in self._sessions.values():
-            self._touch(session)
+            self._clients.publish(self.state.fail_all(list(self.state.requests.values()), error, now))
+        self._clients.end_interval()
 
     @property
     def fencing_token(self) -> int:
@@ -367,31 +345,9 @@ class Engine:
     def drain(self) -> None:
         """Refuses new requests from now on."""
         self._draining = True
-        for session in self._sessions.values():
-            self._touch(session)
+        self._clients.tell_all()
 
     def end_all(self) -> None:
         """Cancels every live request because the process ends."""
         for key in list(self.state.requests) if self.state else []:
             self._cancel(key, CancelReason.SHUTDOWN)
-
-    def _publish(self, effects: Effects) -> None:
-        """Hands deltas and endings to the sessions' outboxes, then counts and traces."""
-        touched: set[GatewaySession] = set()
-        for delta in effects.deltas:
-            client = self._clients[delta.request.key]
-            client.session.outbox.add_tokens(delta.request.key.id, delta.first_index, delta.tokens)
-            touched.add(client.session)
-            self._metrics.generation_tokens.inc(len(delta.tokens))
-        for request in effects.ended:
-            client = self._clients.pop(request.key)
-            client.session.keys.discard(request.key)
-            client.session.outbox.endings.append(convert.to_ending(request, self._clock))
-            touched.add(client.session)
-            self._metrics.ended(request)
-            if client.trace is not None:
-                spans.emit(self._tracer, client.trace, request, self._clock)
-        for session in touched:
-            session.nudge()
-        if not self._clients:
-            self.idle.set()

@@ -8,30 +8,36 @@ from libs.rpc import PROTOCOL_VERSION
 from libs.telemetry.logs import get_logger
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.core.state import Limits
+from services.scheduler.windows import Share
 from tokenloom.scheduler.v1 import scheduler_pb2
 from tokenloom.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
 
 
-def check_fit(worker: str, facts: worker_pb2.WorkerFacts, mesh: worker_pb2.WorkerFacts, tokenizer: str, config: SchedulerConfig) -> None:
+def check_fit(
+    worker: str, facts: worker_pb2.WorkerFacts, mesh: worker_pb2.WorkerFacts, tokenizer: str, config: SchedulerConfig, *, alone: bool
+) -> None:
     """Raises TokenloomError naming the worker and both values when it differs from the mesh (the first worker's facts, the tokenizer's
-    fingerprint) or cannot hold a sequence."""
+    fingerprint) or cannot hold a sequence. A worker that is `alone` decides how long sequences and how large steps may be."""
     for what, ours, theirs in (
         ("tokenizer fingerprint", tokenizer, facts.fingerprints.tokenizer),
         ("model fingerprint", mesh.fingerprints.model, facts.fingerprints.model),
         ("numerics", mesh.fingerprints.numerics, facts.fingerprints.numerics),
         ("KV dtype", mesh.kv_dtype, facts.kv_dtype),
-        ("max_model_len", mesh.max_model_len, facts.max_model_len),
         ("block size", BLOCK_SIZE, facts.block_size),
     ):
         if ours != theirs:
             raise TokenloomError(ErrorCode.FINGERPRINT_MISMATCH, f"worker {worker}: its {what} is {theirs}, the mesh has {ours}")
-    budget = min(config.max_num_batched_tokens, mesh.max_tokens_per_step)
+    shape = facts if alone else mesh
+    length = shape.max_model_len
+    if facts.max_model_len < length:  # one that could hold longer sequences than the mesh's is welcome
+        served = facts.max_model_len
+        raise TokenloomError(ErrorCode.FINGERPRINT_MISMATCH, f"worker {worker}: its max_model_len is {served}, the mesh has {length}")
+    budget = min(config.max_num_batched_tokens, shape.max_tokens_per_step)
     if facts.max_tokens_per_step < budget:
         held = facts.max_tokens_per_step
         raise TokenloomError(ErrorCode.CANNOT_FIT, f"worker {worker}: its steps hold {held} tokens, the mesh's have up to {budget}")
-    length = facts.max_model_len
     if facts.num_blocks * BLOCK_SIZE < length:
         raise TokenloomError(ErrorCode.CANNOT_FIT, f"worker {worker}: {facts.num_blocks} blocks cannot hold a sequence of {length} tokens")
     if not config.enable_chunked_prefill and facts.max_tokens_per_step < length:
@@ -76,10 +82,9 @@ def welcome_of(facts: worker_pb2.WorkerFacts | None, leader_token: int, config: 
     return scheduler_pb2.Welcome(protocol_version=PROTOCOL_VERSION, leader_token=leader_token, shard=config.shard, model=model)
 
 
-def window_of(config: SchedulerConfig, sessions: int, max_model_len: int, not_ready: str) -> scheduler_pb2.Window:
-    """One of `sessions` equal shares of what may be live, at least one sequence of full length. `not_ready`: why not; empty: ready."""
-    share = max(1, config.max_queue // max(1, sessions))
-    tokens = share * max_model_len
-    if config.max_queue_tokens:
-        tokens = max(max_model_len, config.max_queue_tokens // max(1, sessions))
-    return scheduler_pb2.Window(max_outstanding=share, max_outstanding_tokens=tokens, ready=not not_ready, not_ready_reason=not_ready)
+def window_of(share: Share, max_model_len: int, not_ready: str) -> scheduler_pb2.Window:
+    """A session's share as it travels; where tokens are not bounded, as many as its sequences can have. `not_ready`: why; empty: ready."""
+    tokens = share.tokens or share.sequences * max_model_len
+    return scheduler_pb2.Window(
+        max_outstanding=share.sequences, max_outstanding_tokens=tokens, ready=not not_ready, not_ready_reason=not_ready
+    )

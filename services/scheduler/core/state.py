@@ -260,6 +260,8 @@ class SchedulerState:
         request.residency = Residency(group.name, rank, slot, [*hits, *fresh], computed=computed, planned=computed, published=len(hits))
         request.move(RequestState.RUNNING)
         insort(group.running, request, key=_rank)
+        if request.prompt_is_computed:  # it resumes with output, and the cache has its whole prompt
+            self.release_children(request)
         self._count_admission(request, computed, now_ns)
         return fresh
 

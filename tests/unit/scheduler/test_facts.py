@@ -9,6 +9,7 @@ import pytest
 from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.facts import check_fit, limits_of, model_facts, welcome_of, window_of
+from services.scheduler.windows import Share
 from tokenloom.common.v1 import common_pb2
 from tokenloom.worker.v1 import worker_pb2
 
@@ -29,8 +30,8 @@ def facts(**changes: Any) -> worker_pb2.WorkerFacts:
     return worker_pb2.WorkerFacts(fingerprints=fingerprints, **{**values, **changes})
 
 
-def check(worker: worker_pb2.WorkerFacts, mesh: worker_pb2.WorkerFacts | None = None, **config: Any) -> None:
-    check_fit("w1", worker, mesh or facts(), "t", SchedulerConfig(**config))
+def check(worker: worker_pb2.WorkerFacts, mesh: worker_pb2.WorkerFacts | None = None, *, alone: bool = False, **config: Any) -> None:
+    check_fit("w1", worker, mesh or facts(), "t", SchedulerConfig(**config), alone=alone)
 
 
 def test_an_equal_worker_fits():
@@ -52,6 +53,22 @@ def test_a_worker_that_differs_is_refused_by_name_with_both_values(change: dict[
     with pytest.raises(TokenloomError, match=rf"worker w1: its {what} is .+, the mesh has .+") as caught:
         check(facts(**change))
     assert caught.value.code is ErrorCode.FINGERPRINT_MISMATCH
+
+
+def test_a_worker_that_could_hold_longer_sequences_serves_the_meshs():
+    check(facts(max_model_len=256), facts(max_model_len=128))
+    check(facts(max_model_len=256, num_blocks=8), facts(max_model_len=128))
+    with pytest.raises(TokenloomError, match="7 blocks cannot hold a sequence of 128"):
+        check(facts(max_model_len=256, num_blocks=7), facts(max_model_len=128))
+
+
+def test_the_only_worker_may_come_back_with_other_lengths_and_steps_but_not_as_another_model():
+    check(facts(max_model_len=64, num_blocks=4, max_tokens_per_step=32), alone=True)
+    check(facts(max_model_len=512), alone=True)
+    with pytest.raises(TokenloomError, match="its model fingerprint is other, the mesh has m"):
+        check(facts(model="other"), alone=True)
+    with pytest.raises(TokenloomError, match="3 blocks cannot hold a sequence of 64"):
+        check(facts(max_model_len=64, num_blocks=3), alone=True)
 
 
 def test_even_the_first_worker_must_have_the_meshs_tokenizer():
@@ -112,13 +129,12 @@ def test_gateways_are_told_whether_priorities_are_served(policy: Literal["fcfs",
     assert (early.HasField("model"), early.leader_token, early.shard) == (False, 9, 3)
 
 
-def test_sessions_share_what_may_be_live_and_each_may_send_one_sequence() -> None:
-    config = SchedulerConfig(max_queue=8, max_queue_tokens=1000)
-    windows = [window_of(config, sessions, 128, "") for sessions in (0, 1, 2, 100)]
-    assert [(window.max_outstanding, window.max_outstanding_tokens) for window in windows] == [(8, 1000), (8, 1000), (4, 500), (1, 128)]
-    assert window_of(SchedulerConfig(max_queue=8), 2, 128, "").max_outstanding_tokens == 4 * 128
+def test_a_window_without_a_bound_on_tokens_holds_what_its_sequences_can_have() -> None:
+    window = window_of(Share(4, 0), 128, "")
+    assert (window.max_outstanding, window.max_outstanding_tokens, window.ready) == (4, 512, True)
+    assert window_of(Share(4, 300), 128, "").max_outstanding_tokens == 300
 
 
 def test_a_window_says_why_it_is_shut() -> None:
-    window = window_of(SchedulerConfig(), 1, 128, "no worker is attached")
+    window = window_of(Share(1, 0), 128, "no worker is attached")
     assert (window.ready, window.not_ready_reason) == (False, "no worker is attached")
