@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -54,24 +55,12 @@ class Mesh:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         mesh = cls(process, port, log, run_base, args=args)
         try:
-            mesh._wait_ready(started)
+            wait_ready(mesh.url, process, log)
+            mesh.ready_seconds = time.monotonic() - started
         except BaseException:
             mesh.stop()
             raise
         return mesh
-
-    def _wait_ready(self, started: float) -> None:
-        while time.monotonic() - started < READY_SECONDS:
-            if self.process.poll() is not None:
-                break
-            try:
-                if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
-                    self.ready_seconds = time.monotonic() - started
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        raise AssertionError(f"the mesh did not get ready:\n{self.log.read_text()[-6000:]}")
 
     @property
     def url(self) -> str:
@@ -97,20 +86,37 @@ class Mesh:
 
     def metrics(self, service: str) -> dict[str, float]:
         """The samples of a service's Prometheus endpoint; labelled ones as name{label="value"}."""
-        text = httpx.get(self._metrics_url(service), timeout=10, trust_env=False).text
-        samples = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()) if key != "model_name")
-                samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-        return samples
+        return scrape(self.metrics_url(service))
 
-    def _metrics_url(self, service: str) -> str:
+    def metrics_url(self, service: str) -> str:
+        """Where a service's metrics are."""
         if service == "gateway":
             return f"{self.url}/metrics"
         found = re.search(rf"(http://\S+/metrics)\s+\({service}\)", self.log.read_text())
         assert found, f"the banner names no metrics endpoint of the {service}"
         return found[1]
+
+    def socket(self, service: str) -> Path:
+        """The Unix socket of a service."""
+        return self.run_base / str(self.port) / f"{service}.sock"
+
+    @contextlib.asynccontextmanager
+    async def second_gateway(self, scheduler_address: str) -> AsyncIterator[str]:
+        """One more gateway process, which reaches the scheduler where it is told; yields its URL once it is ready."""
+        port, log = free_port(), self.log.with_name("gateway-1.log")
+        addresses = (f"--scheduler-address={scheduler_address}", f"--tokenizer-address=unix:{self.socket('tokenizer')}")
+        names = (f"--port={port}", f"--served-model-name={self.model}", "--instance=gateway-1", "--log-format=json")
+        command = [sys.executable, "-P", "-m", "services.gateway", *addresses, *names]
+        process = await asyncio.to_thread(_spawn, command, log)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            await asyncio.to_thread(wait_ready, url, process, log)
+            yield url
+            process.terminate()
+            assert await asyncio.to_thread(process.wait, 60) == 0
+        finally:
+            process.kill()
+            process.wait()
 
     async def settle(self) -> dict[str, float]:
         """The scheduler's metrics once nothing is live and no block is held or draining; fails after 15 s."""
@@ -142,6 +148,32 @@ class Mesh:
             child.kill()
         assert not alive, f"processes outlived the mesh: {alive}"
         return code
+
+
+def _spawn(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Waits for /ready; fails with the end of `log` when the process ends or does not get ready."""
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/ready", timeout=2, trust_env=False).status_code == 200:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"{url} did not get ready:\n{log.read_text()[-6000:]}")
+
+
+def scrape(url: str) -> dict[str, float]:
+    """The samples of a Prometheus endpoint; labelled ones as name{label="value"}, without the model's name."""
+    samples = {}
+    for family in text_string_to_metric_families(httpx.get(url, timeout=10, trust_env=False).text):
+        for sample in family.samples:
+            labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()) if key != "model_name")
+            samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return samples
 
 
 async def sse(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
