@@ -183,7 +183,8 @@ class SchedulerState:
         """Takes a request into the queue. Raises TokenloomError (CANNOT_FIT, PROMPT_TOO_LONG, QUEUE_FULL) and takes nothing otherwise."""
         if request.stops.max_output < 1:
             limit, prompt = self.limits.max_model_len, len(request.prompt_ids)
-            raise TokenloomError(ErrorCode.PROMPT_TOO_LONG, f"the prompt has {prompt} tokens; with one output token the limit is {limit}")
+            message = f"the prompt has {prompt} tokens; with one output token the limit is {limit}"
+            raise TokenloomError(ErrorCode.PROMPT_TOO_LONG, message, param="prompt")
         if not self.fits(request):
             raise self._cannot_fit(request)
         if not request.attempt:  # one that a client already reads goes on
