@@ -67,6 +67,8 @@ async def disturb(
     raise AssertionError("no request was ever resumed")
 
 
+@pytest.mark.composes("worker loss", "greedy", "streaming")
+@pytest.mark.composes("worker loss", "seed", "streaming")
 async def test_a_worker_killed_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh, wishes: list[Wish], undisturbed: list[Answer]) -> None:
     async def kill() -> None:
         mesh.service("worker").send_signal(signal.SIGKILL)
@@ -80,6 +82,8 @@ async def test_a_worker_killed_in_mid_stream_costs_a_pause_and_no_token(mesh: Me
     assert seen["tokenloom:requests_failed_total"] == 0
 
 
+@pytest.mark.composes("session loss", "greedy", "streaming")
+@pytest.mark.composes("session loss", "seed", "streaming")
 async def test_a_scheduler_killed_in_mid_stream_costs_a_pause_and_no_token(
     mesh: Mesh, wishes: list[Wish], undisturbed: list[Answer]
 ) -> None:
@@ -95,6 +99,8 @@ async def test_a_scheduler_killed_in_mid_stream_costs_a_pause_and_no_token(
     assert seen["tokenloom:requests_admitted_total"] == seen["tokenloom:requests_finished_total"] >= 1
 
 
+@pytest.mark.composes("session loss", "greedy", "streaming", "several gateways")
+@pytest.mark.composes("session loss", "seed", "streaming", "several gateways")
 async def test_a_session_cut_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh, wishes: list[Wish], undisturbed: list[Answer]) -> None:
     processes = [mesh.service(name).pid for name in ("scheduler", "worker")]
     before = await mesh.settle()

@@ -62,6 +62,7 @@ async def test_greedy_tokens_are_what_generate_yields(mesh: Mesh, reference: Ref
     assert clear >= 2, "near ties are rare"
 
 
+@pytest.mark.composes("greedy", "chunked prefill")
 async def test_greedy_tokens_are_those_of_transformers_all_at_once(mesh: Mesh, reference: Reference, prompts: list[list[int]]) -> None:
     await check(mesh, reference, prompts)
 
@@ -87,6 +88,7 @@ async def test_greedy_tokens_do_not_depend_on_chunking(
         assert mesh.stop() == 0
 
 
+@pytest.mark.composes("seed")
 async def test_a_seed_gives_the_same_tokens_alone_and_among_sixteen_others(mesh: Mesh, prompts: list[list[int]]) -> None:
     async def draw(seed: int, prompt: list[int]) -> list[int]:
         return await generate(mesh, prompt, COUNT, temperature=0.8, top_p=0.95, seed=seed)

@@ -60,6 +60,7 @@ async def test_openai_s_client_works_unchanged(mesh: Mesh) -> None:
             await client.chat.completions.create(model="nobody", messages=QUESTION)
 
 
+@pytest.mark.composes("stop strings", "streaming", "greedy")
 async def test_a_stop_string_never_shows_and_is_named(mesh: Mesh) -> None:
     async with mesh.client() as client:
         free = (await client.post("/v1/chat/completions", json=body(mesh))).json()["choices"][0]["message"]["content"]
@@ -109,6 +110,7 @@ def read_trace(mesh: Mesh, request: str) -> dict[str, Any]:
     return dict(json.loads(out.stdout))
 
 
+@pytest.mark.composes("cancel", "streaming")
 async def test_a_third_of_the_clients_leaves_midway_and_nothing_is_left_behind(mesh: Mesh) -> None:
     async def read(client: httpx.AsyncClient, number: int) -> str | None:
         wanted = body(mesh, stream=True, max_tokens=48, ignore_eos=True, messages=[{"role": "user", "content": f"Count from {number}."}])
@@ -143,6 +145,7 @@ async def _lines(response: httpx.Response) -> Any:
             yield json.loads(line[6:])
 
 
+@pytest.mark.composes("dispatch-ahead")
 async def test_steps_are_dispatched_before_the_previous_one_has_ended(mesh: Mesh) -> None:
     before = mesh.metrics("scheduler")
     async with mesh.client() as client:

@@ -45,6 +45,7 @@ async def submitted(gateway: Gateway, count: int):
     return pairs[-1][0], [submit for _, submit in pairs]
 
 
+@pytest.mark.composes("n", "seed")
 async def test_every_choice_is_a_submit_and_the_later_ones_name_the_first(gateway):
     response = await gateway.complete("ab", n=3, seed=5)
     assert response.status_code == 200, response.text
@@ -75,6 +76,7 @@ async def test_choices_of_a_chat_come_under_their_index(gateway):
     assert len({choice["finish_reason"] for choice in body["choices"]}) == 1
 
 
+@pytest.mark.composes("n", "prompt list")
 async def test_every_prompt_of_a_list_gets_its_choices(gateway):
     body = (await gateway.complete(["a", "bb", "ccc"], n=2, return_token_ids=True)).json()
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
@@ -88,6 +90,7 @@ async def test_every_prompt_of_a_list_gets_its_choices(gateway):
             assert parents[submit.parent_id].prompt_ids == submit.prompt_ids
 
 
+@pytest.mark.composes("n", "prompt list")
 async def test_usage_counts_each_prompt_once_and_every_output(gateway):
     usage = (await gateway.complete(["a", "bb"], n=3)).json()["usage"]
     outputs = 3 * 3 + 3 * 4
@@ -100,6 +103,7 @@ async def test_usage_counts_each_prompt_once_and_every_output(gateway):
     }
 
 
+@pytest.mark.composes("n", "streaming")
 @pytest.mark.parametrize("api", ["chat", "completion"])
 async def test_a_stream_says_of_each_choice_what_the_whole_response_says(gateway, api):
     ask = gateway.chat if api == "chat" else gateway.complete
@@ -170,6 +174,7 @@ async def test_best_of_is_fine_where_it_equals_n(gateway):
     assert (await gateway.complete("a", n=2, best_of=2)).status_code == 200
 
 
+@pytest.mark.refuses("greedy", "n", reason="all choices would be equal")
 async def test_greedy_choices_are_refused_also_where_the_model_asks_for_greedy(tmp_path):
     scheduler = FakeScheduler(says_its_place)
     scheduler.model = facts(defaults=common_pb2.GenerationDefaults(temperature=0))
@@ -181,6 +186,7 @@ async def test_greedy_choices_are_refused_also_where_the_model_asks_for_greedy(t
         assert (await gateway.complete("a", n=1)).status_code == 200
 
 
+@pytest.mark.composes("n", "bounded queue")
 async def test_n_choices_cost_n_of_the_window(quiet):
     quiet.scheduler.set_window(max_outstanding=4, max_outstanding_tokens=10_000, ready=True)
     await until(lambda: quiet.mesh.session.window.max_outstanding == 4)
@@ -197,6 +203,7 @@ async def test_n_choices_cost_n_of_the_window(quiet):
     await quiet.until_idle()
 
 
+@pytest.mark.composes("n", "cancel", "streaming")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_cancels_every_choice(quiet, stream):
     async with RawClient(quiet.port) as client:
@@ -221,6 +228,7 @@ async def test_a_choice_that_fails_cancels_its_siblings_and_fails_the_request(qu
     await quiet.until_idle()
 
 
+@pytest.mark.composes("n", "bounded queue", "streaming")
 async def test_a_choice_that_fails_in_the_middle_of_a_stream_ends_it_with_an_event(quiet):
     async with RawClient(quiet.port) as client:
         await client.post("/v1/completions", {"prompt": "a", "n": 2, "stream": True})
@@ -236,6 +244,7 @@ async def test_a_choice_that_fails_in_the_middle_of_a_stream_ends_it_with_an_eve
     await quiet.until_idle()
 
 
+@pytest.mark.composes("n", "bounded queue")
 async def test_a_choice_without_room_in_the_queue_is_a_429_for_all(quiet):
     task = asyncio.create_task(quiet.complete("a", n=2))
     session, (_, second) = await submitted(quiet, 2)
@@ -246,6 +255,7 @@ async def test_a_choice_without_room_in_the_queue_is_a_429_for_all(quiet):
     await quiet.until_idle()
 
 
+@pytest.mark.composes("n", "session loss", "streaming")
 async def test_after_a_lost_session_every_choice_goes_on_where_it_was(quiet):
     task = asyncio.create_task(quiet.complete("a", n=3, stream=True, max_tokens=50))
     session, submits = await submitted(quiet, 3)
@@ -274,6 +284,7 @@ def _choices(gateway: Gateway):
     return generation.choices
 
 
+@pytest.mark.composes("n", "session loss")
 async def test_an_ended_choice_is_not_submitted_again_after_a_lost_session(quiet):
     task = asyncio.create_task(quiet.complete("a", n=2))
     session, (first, second) = await submitted(quiet, 2)

@@ -26,6 +26,7 @@ async def tokens_of(stack: Stack, *args, **fields) -> tuple[list[list[int]], int
     return [choice["token_ids"] for choice in body["choices"]], cached_of(body)
 
 
+@pytest.mark.composes("prefix caching", "seed")
 async def test_the_second_of_two_equal_prompts_is_cached_and_the_answer_the_same(stack):
     first = await tokens_of(stack, PROMPT, seed=3)
     second = await tokens_of(stack, PROMPT, seed=3)
@@ -33,6 +34,7 @@ async def test_the_second_of_two_equal_prompts_is_cached_and_the_answer_the_same
     assert second == ([expected(PROMPT, seed=3)], FULL)
 
 
+@pytest.mark.composes("prefix caching", "cache_salt")
 async def test_a_salt_finds_its_own_blocks_and_nobody_elses(stack):
     assert (await tokens_of(stack, PROMPT))[1] == 0
     assert (await tokens_of(stack, PROMPT, cache_salt="ours"))[1] == 0, "not those without a salt"
@@ -43,6 +45,7 @@ async def test_a_salt_finds_its_own_blocks_and_nobody_elses(stack):
     assert (await tokens_of(stack, PROMPT, cache_salt="ours "))[1] == 0
 
 
+@pytest.mark.composes("prefix caching", "cache_salt", "seed")
 async def test_a_salt_keeps_outputs_apart_too(stack):
     """A conversation's next turn hits the blocks of the last answer, and only under its own salt."""
     body = await stack.complete(PROMPT, max_tokens=20, cache_salt="ours", seed=1)
@@ -77,6 +80,7 @@ async def test_usage_adds_up_to_the_counters_of_the_cache(stack):
     assert await stack.mesh.sample("prefix_cache_queries_total") == prompts
 
 
+@pytest.mark.composes("prefix caching", "streaming")
 async def test_a_stream_tells_of_cached_tokens_in_its_usage(stack):
     await stack.complete(PROMPT)
     options = {"include_usage": True}
@@ -84,6 +88,7 @@ async def test_a_stream_tells_of_cached_tokens_in_its_usage(stack):
     assert events_of(response.text)[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": FULL}
 
 
+@pytest.mark.composes("n", "prefix caching", "seed")
 async def test_choices_share_the_prompt_and_count_it_once(stack):
     body = await stack.complete(PROMPT, n=4, seed=9)
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
@@ -93,6 +98,7 @@ async def test_choices_share_the_prompt_and_count_it_once(stack):
     assert [choice["token_ids"] for choice in again["choices"]] == [choice["token_ids"] for choice in body["choices"]]
 
 
+@pytest.mark.composes("n", "worker loss", "seed")
 async def test_choices_survive_the_loss_of_the_worker(stack):
     alone = await stack.complete(PROMPT, n=3, seed=9, max_tokens=30)
     stack.worker.gate.clear()
@@ -103,19 +109,20 @@ async def test_choices_survive_the_loss_of_the_worker(stack):
     assert [choice["token_ids"] for choice in (await task)["choices"]] == [choice["token_ids"] for choice in alone["choices"]]
 
 
+@pytest.mark.composes("n", "session loss", "seed")
 async def test_choices_survive_the_loss_of_the_session(tmp_path):
     async with running_stack(tmp_path, worker={"step_seconds": 0.002}) as stack:
         alone = await stack.complete(PROMPT, n=3, seed=9, max_tokens=60)
         task = asyncio.create_task(stack.complete(PROMPT, n=3, seed=9, max_tokens=60))
         await until(lambda: any(len(request.output_ids) > 5 for request in stack.mesh.state.requests.values()))
-        (session,) = stack.mesh.engine._sessions.values()
-        stack.mesh.engine.close_session(session)
+        await stack.lose_session()
         body = await task
         assert [choice["token_ids"] for choice in body["choices"]] == [choice["token_ids"] for choice in alone["choices"]]
         assert body["usage"]["completion_tokens"] == 180
         assert await stack.gateway.metric("tokenloom:gateway_resumed_requests_total") > 0
 
 
+@pytest.mark.composes("n", "prompt list", "cancel")
 async def test_a_client_that_leaves_takes_all_its_choices_out_of_the_scheduler(stack):
     stack.worker.gate.clear()
     task = asyncio.create_task(stack.complete([PROMPT, PROMPT[:20]], n=2))
@@ -138,6 +145,7 @@ async def test_what_fills_the_context_runs_and_one_token_more_is_a_400(tmp_path)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
+@pytest.mark.composes("bounded queue", "several gateways")
 async def test_a_full_queue_is_a_429_with_retry_after(tmp_path):
     async with running_stack(tmp_path, max_queue=1) as stack:
         stack.worker.gate.clear()
@@ -154,6 +162,7 @@ async def test_a_full_queue_is_a_429_with_retry_after(tmp_path):
         await stack.gateway.until_idle()
 
 
+@pytest.mark.refuses("priority", reason="unless the queue is ordered by it: `--scheduling-policy priority`")
 async def test_a_priority_is_refused_where_the_queue_knows_none(stack):
     response = await stack.gateway.complete(PROMPT, priority=-3)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
@@ -161,6 +170,7 @@ async def test_a_priority_is_refused_where_the_queue_knows_none(stack):
     assert (await stack.gateway.complete(PROMPT, priority=0)).status_code == 200
 
 
+@pytest.mark.composes("priority")
 async def test_lower_priorities_run_first_under_the_priority_policy(tmp_path):
     async with running_stack(tmp_path, scheduling_policy="priority", max_num_seqs=1) as stack:
         stack.worker.gate.clear()

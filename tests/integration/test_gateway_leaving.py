@@ -59,6 +59,7 @@ async def test_leaving_while_waiting_for_the_first_token_cancels(gateway, stream
     assert await gateway.metric("tokenloom:request_cancelled_total", model_name="tiny", reason="client_disconnected") == 1
 
 
+@pytest.mark.composes("cancel", "streaming")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_leaving_while_tokens_arrive_cancels(gateway, stream):
     async with RawClient(gateway.port) as client:
@@ -71,6 +72,7 @@ async def test_leaving_while_tokens_arrive_cancels(gateway, stream):
     await gateway.until_idle()
 
 
+@pytest.mark.composes("cancel", "prompt list")
 async def test_leaving_cancels_every_prompt_of_the_request(gateway):
     async with RawClient(gateway.port) as client:
         await client.post("/v1/completions", {"prompt": ["a", "b", "c"]})
@@ -91,6 +93,7 @@ async def test_what_the_scheduler_decided_first_counts_not_the_cancel(gateway):
     assert await gateway.metric("tokenloom:request_success_total", model_name="tiny", finished_reason="stop") == 1
 
 
+@pytest.mark.composes("cancel", "streaming")
 async def test_a_slow_reader_is_cancelled_and_cut_and_stalls_nobody(tmp_path):
     """The reader takes nothing: kernel buffers fill, then uvicorn's, then writes stop."""
     async with running_gateway(tmp_path, FakeScheduler(silence), slow_reader_timeout=0.3) as gateway:
@@ -162,6 +165,7 @@ async def test_a_timeout_that_the_scheduler_misses_is_kept_by_the_gateway(gatewa
     assert (await gateway.scheduler.cancels.get()).reason == TIMEOUT
 
 
+@pytest.mark.composes("deadline", "streaming")
 async def test_a_timeout_in_the_middle_of_a_stream_is_an_event(gateway):
     task = asyncio.create_task(gateway.chat(timeout=0.3, stream=True))
     session, submit = await gateway.scheduler.submitted.get()
@@ -189,6 +193,7 @@ async def test_clients_that_pipeline_are_served_in_order(tmp_path):
         assert client.received.index(b"cmpl-first") < client.received.index(b"cmpl-second")
 
 
+@pytest.mark.composes("cancel", "streaming")
 async def test_many_clients_of_which_a_third_leaves(tmp_path):
     text = "x" * 30
 

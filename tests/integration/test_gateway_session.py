@@ -47,6 +47,7 @@ async def test_the_gateway_introduces_itself(gateway):
     assert hello.gateway_instance == gateway.mesh.session.instance != 0
 
 
+@pytest.mark.composes("session loss", "streaming", "seed")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_lost_session_is_a_pause_and_every_token_comes_once(tmp_path, stream):
     async with running_gateway(tmp_path, FakeScheduler(dies_after(5, 3))) as gateway:
@@ -66,6 +67,7 @@ async def test_a_lost_session_is_a_pause_and_every_token_comes_once(tmp_path, st
         await gateway.until_idle()
 
 
+@pytest.mark.composes("session loss", "seed")
 async def test_a_drawn_seed_survives_the_session(tmp_path):
     async with running_gateway(tmp_path, FakeScheduler(dies_after(5, 1))) as gateway:
         await gateway.complete("a", max_tokens=100)
@@ -164,6 +166,7 @@ async def test_without_a_session_new_requests_get_a_503_and_later_ones_are_serve
         assert (await gateway.chat()).status_code == 200
 
 
+@pytest.mark.composes("session loss", "cancel")
 async def test_a_client_may_leave_while_its_request_waits_for_a_session(gateway):
     async with RawClient(gateway.port) as client:
         await client.post("/v1/completions", {"prompt": "a"})
@@ -177,6 +180,7 @@ async def test_a_client_may_leave_while_its_request_waits_for_a_session(gateway)
     assert gateway.scheduler.submitted.empty()
 
 
+@pytest.mark.composes("session loss", "deadline")
 async def test_a_timeout_holds_while_a_request_waits_for_a_session(gateway):
     task = asyncio.create_task(gateway.complete("a", timeout=0.3))
     session, _ = await gateway.scheduler.submitted.get()

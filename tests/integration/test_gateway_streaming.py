@@ -85,6 +85,7 @@ async def test_token_ids_come_with_their_chunks(gateway):
     assert {index: (given[0], set(given[1:])) for index, given in prompts.items()} == {0: ([1], {None}), 1: ([2], {None})}
 
 
+@pytest.mark.composes("prompt list", "streaming")
 async def test_several_prompts_stream_side_by_side_under_their_index(quiet):
     task = asyncio.create_task(quiet.complete(["a", "b"], stream=True))
     found = [await quiet.scheduler.submitted.get() for _ in range(2)]
@@ -113,6 +114,7 @@ async def test_half_a_character_waits_for_its_other_half(quiet):
         await client.read_until('"text":"\ufffd"'.encode())
 
 
+@pytest.mark.composes("stop strings", "streaming")
 async def test_nothing_of_a_stop_string_leaks(quiet):
     task = asyncio.create_task(quiet.complete("a", stream=True, stop=["STOP"], max_tokens=100))
     session, submit = await quiet.scheduler.submitted.get()

@@ -70,12 +70,14 @@ def check(reference: LlamaForCausalLM, prompt: list[int], outputs: list[int]) ->
     return close
 
 
+@pytest.mark.composes("greedy")
 def test_prompts_together_give_the_references_tokens(engine: Engine, reference: LlamaForCausalLM, prompts: list[list[int]]):
     outputs = Driver(engine, seed=1).generate(dict(enumerate(prompts)), STEPS)
     close = [check(reference, prompt, outputs[index]) for index, prompt in enumerate(prompts)]
     print(f"{sum(close)} of {len(prompts) * STEPS} tokens were within {CLOSE} of the reference's best")
 
 
+@pytest.mark.composes("greedy", "chunked prefill")
 def test_alone_and_in_chunks_the_tokens_are_the_same(engine: Engine, prompts: list[list[int]]):
     together = Driver(engine, seed=2).generate(dict(enumerate(prompts)), STEPS)
     chunked = Driver(engine, seed=3).generate(dict(enumerate(prompts)), STEPS, chunk=48)
@@ -84,6 +86,7 @@ def test_alone_and_in_chunks_the_tokens_are_the_same(engine: Engine, prompts: li
         assert Driver(engine, seed=4).generate({0: prompts[index]}, STEPS)[0] == together[index]
 
 
+@pytest.mark.composes("greedy", "prefix caching")
 def test_a_prefix_in_the_cache_changes_nothing(engine: Engine, prompts: list[list[int]]):
     """The second sequence starts in the first one's full blocks and computes only its tail."""
     prompt = prompts[8][:100]

@@ -154,6 +154,7 @@ async def test_a_scheduler_attaches_and_is_told_what_the_worker_is(stub: Any, ti
     assert all((facts.fingerprints.model, facts.fingerprints.tokenizer, facts.fingerprints.numerics))
 
 
+@pytest.mark.composes("greedy", "dispatch-ahead")
 async def test_tokens_are_generated_with_batches_sent_ahead(stub: Any):
     stream = Stream(stub, epoch=1)
     await stream.attach()
@@ -179,6 +180,7 @@ def resumed(output: list[int]) -> worker_pb2.Open:
     return message
 
 
+@pytest.mark.composes("seed")
 async def test_a_seed_gives_the_same_tokens_in_any_slot_and_company(stub: Any):
     async def draw(epoch: int, companions: int) -> list[int]:
         stream = Stream(stub, epoch=epoch)

@@ -12,7 +12,7 @@ from libs.sampling import SamplingParams
 from services.scheduler.core.stopping import StopRules
 from tests.support.fake_worker import FakeWorker
 from tests.support.gateway_fakes import FakeTokenizer
-from tests.support.gateway_process import Gateway, running_gateway
+from tests.support.gateway_process import Gateway, running_gateway, until
 from tests.support.model_worker import EOS, VOCABULARY, expected_output, text_table
 from tests.support.scheduler_mesh import SchedulerMesh
 
@@ -43,6 +43,14 @@ class Stack:
     gateway: Gateway
     mesh: SchedulerMesh
     worker: FakeWorker
+
+    async def lose_session(self) -> None:
+        """Ends the gateway's session, by a newer one in its name; returns when it has opened another."""
+        name = "tokenloom:gateway_session_losses_total"
+        registry = self.gateway.mesh.metrics.registry
+        before = registry.get_sample_value(name) or 0.0
+        await self.mesh.session(gateway=self.gateway.mesh.session.instance)
+        await until(lambda: (registry.get_sample_value(name) or 0.0) > before and self.gateway.mesh.session.up)
 
     async def complete(self, prompt: Sequence[int] | Sequence[Sequence[int]], **fields: Any) -> dict[str, Any]:
         """A completion of token ids that must succeed: 8 tokens whatever they are, unless `fields` say otherwise."""
@@ -77,8 +85,32 @@ async def running_stack(
     sockets = folder / "mesh"
     sockets.mkdir()
     core = _Scheduler(SchedulerMesh(sockets, **scheduler), **{"max_model_len": MAX_MODEL_LEN, **(worker or {})})
-    tokenizer = FakeTokenizer()
-    tokenizer.table, tokenizer.spell = text_table(), spell
-    async with running_gateway(folder, core, tokenizer, **(gateway or {})) as running:  # type: ignore[arg-type]
+    async with running_gateway(folder, core, _tokenizer(), **(gateway or {})) as running:  # type: ignore[arg-type]
         assert core.worker is not None
         yield Stack(running, core.mesh, core.worker)
+
+
+@contextlib.asynccontextmanager
+async def joined_gateway(folder: Path, stack: Stack, **config: Any) -> AsyncIterator[Gateway]:
+    """One more gateway of the same scheduler."""
+    async with running_gateway(folder, _Elsewhere(stack.mesh), _tokenizer(), **config) as running:  # type: ignore[arg-type]
+        yield running
+
+
+class _Elsewhere:
+    """A scheduler that somebody else starts and stops."""
+
+    def __init__(self, mesh: SchedulerMesh) -> None:
+        self._mesh = mesh
+
+    async def start(self, _address: str) -> str:
+        return self._mesh.config.listen
+
+    async def stop(self) -> None:
+        """Nothing to do."""
+
+
+def _tokenizer() -> FakeTokenizer:
+    tokenizer = FakeTokenizer()
+    tokenizer.table, tokenizer.spell = text_table(), spell
+    return tokenizer
