@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -57,10 +58,18 @@ class Mesh:
         try:
             wait_ready(mesh.url, process, log)
             mesh.ready_seconds = time.monotonic() - started
+            mesh._wait_banner()
         except BaseException:
             mesh.stop()
             raise
         return mesh
+
+    def _wait_banner(self) -> None:
+        """Waits until the supervisor knows that the mesh is ready too: from then on it starts again what ends."""
+        deadline = time.monotonic() + READY_SECONDS
+        while "Ctrl-C" not in self.log.read_text():
+            assert time.monotonic() < deadline, self.log.read_text()[-6000:]
+            time.sleep(0.02)
 
     @property
     def url(self) -> str:
@@ -146,6 +155,7 @@ class Mesh:
         _, alive = psutil.wait_procs(children, timeout=5)
         for child in alive:
             child.kill()
+        shutil.rmtree(self.run_base, ignore_errors=True)
         assert not alive, f"processes outlived the mesh: {alive}"
         return code
 
