@@ -68,6 +68,7 @@ class Mesh:
             config.tokenizer_address, clock, self.metrics, self._wanted_tokenizer, patience=config.tokenizer_patience
         )
         self.admission = Admission()
+        self.metrics.watch(lambda: self.admission.sequences, lambda: self.admission.tokens)
         self.book = book
         self.draining = False
         self.open: set[OpenRequest] = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from libs.telemetry.metrics import LATENCY_BUCKETS, STEP_BUCKETS, TOKEN_BUCKETS
@@ -76,6 +78,13 @@ class GatewayMetrics:
             registry=self.registry,
         )
 
+        self.outstanding = Gauge(
+            "tokenloom:gateway_outstanding",
+            "What requests hold of the scheduler's window: sequences, and tokens (prompt plus max_tokens). At the window's size: 429s.",
+            ["unit"],
+            registry=self.registry,
+        )
+
     def _mesh(self) -> None:
         self.session_up = Gauge(
             "tokenloom:gateway_session_up",
@@ -104,6 +113,11 @@ class GatewayMetrics:
             ["address"],
             registry=self.registry,
         )
+
+    def watch(self, sequences: Callable[[], float], tokens: Callable[[], float]) -> None:
+        """Reads at each scrape what is outstanding."""
+        self.outstanding.labels("sequences").set_function(sequences)
+        self.outstanding.labels("tokens").set_function(tokens)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
         family = Histogram(f"tokenloom:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
