@@ -65,6 +65,7 @@ async def test_a_waiting_request_is_cancelled(mesh: SchedulerMesh):
     assert len((await session.ended(1)).tokens) == 20
 
 
+@pytest.mark.composes("cancel")
 async def test_a_running_request_is_cancelled_and_its_blocks_are_free_when_its_batch_is_over(mesh: SchedulerMesh):
     worker = await mesh.worker()
     worker.gate.clear()
@@ -95,6 +96,7 @@ async def test_cancels_of_unknown_and_of_ended_requests_are_counted_and_ignored(
     assert session.received[1].ending.reason == common_pb2.FINISH_REASON_LENGTH
 
 
+@pytest.mark.composes("deadline")
 @pytest.mark.parametrize("worker_runs", [True, False], ids=["running", "waiting"])
 async def test_a_deadline_ends_a_request_wherever_it_is(mesh: SchedulerMesh, worker_runs: bool):
     worker = await mesh.worker(slots=1)
@@ -120,6 +122,7 @@ async def test_a_deadline_that_has_passed_at_submit_ends_without_a_token(mesh: S
     assert ending.reason == common_pb2.FINISH_REASON_DEADLINE
 
 
+@pytest.mark.composes("stop strings", "seed")
 async def test_a_stop_string_ends_at_its_token_and_says_how_much_to_keep(mesh: SchedulerMesh):
     await mesh.worker()
     session = await (await mesh.session()).ready()
@@ -135,6 +138,7 @@ async def test_a_stop_string_ends_at_its_token_and_says_how_much_to_keep(mesh: S
     assert got.ending.completion_tokens == len(got.tokens)
 
 
+@pytest.mark.composes("session loss", "seed")
 async def test_a_resubmission_goes_on_exactly_where_the_client_is(mesh: SchedulerMesh):
     await mesh.worker()
     session = await (await mesh.session()).ready()
@@ -191,6 +195,7 @@ async def test_bad_submits_are_refused_one_by_one_and_the_session_lives(mesh: Sc
     assert mesh.state.counters.admitted == 1
 
 
+@pytest.mark.composes("bounded queue")
 async def test_a_full_queue_is_a_refusal_with_a_time_to_come_back(tmp_path: Path):
     async with SchedulerMesh(tmp_path, max_queue=2) as mesh:
         worker = await mesh.worker()

@@ -86,6 +86,7 @@ async def test_a_first_frame_without_a_proper_hello_is_refused(mesh: SchedulerMe
         assert error_of(caught.value).code is ErrorCode.PROTOCOL_VIOLATION
 
 
+@pytest.mark.composes("session loss", "cancel")
 async def test_a_broken_session_cancels_its_requests_and_frees_their_blocks(mesh: SchedulerMesh):
     worker = await mesh.worker()
     worker.gate.clear()
@@ -124,6 +125,7 @@ async def old_is_deaf(old: SessionClient) -> None:
         await old.cancel(1)
 
 
+@pytest.mark.composes("session loss")
 async def test_a_request_of_a_lost_session_goes_on_in_the_next_one_token_by_token(mesh: SchedulerMesh):
     await mesh.worker(step_seconds=0.002)
     old = await (await mesh.session()).ready()
@@ -137,6 +139,7 @@ async def test_a_request_of_a_lost_session_goes_on_in_the_next_one_token_by_toke
     assert (await new.ended(1)).tokens == expected_output(RULES, prompt, sampling)
 
 
+@pytest.mark.composes("several gateways")
 async def test_sessions_of_different_gateways_do_not_see_each_other(mesh: SchedulerMesh):
     worker = await mesh.worker()
     worker.gate.clear()
@@ -162,6 +165,7 @@ async def test_the_window_is_shared_among_sessions_and_returns_when_one_goes(tmp
         await first.until(lambda: first.window.max_outstanding == 10)
 
 
+@pytest.mark.composes("several gateways")
 async def test_a_gateway_that_does_not_read_stalls_no_other(mesh: SchedulerMesh):
     await mesh.worker()
     async with connect(mesh.config.listen) as channel:

@@ -41,6 +41,7 @@ async def all_exact(session: SessionClient, wanted: dict[int, list[int]]) -> Non
         assert (await session.ended(number)).tokens == tokens
 
 
+@pytest.mark.composes("dispatch-ahead")
 async def test_the_next_batch_is_sent_while_the_last_one_runs(mesh: SchedulerMesh):
     worker = await mesh.worker(step_seconds=0.02)
     session = await (await mesh.session()).ready()
@@ -60,6 +61,7 @@ async def test_with_no_margin_nothing_is_sent_ahead(tmp_path: Path):
         assert worker.overlaps == 0
 
 
+@pytest.mark.composes("worker loss")
 @pytest.mark.parametrize("after", [1, 4])
 async def test_a_worker_that_dies_and_comes_back_costs_a_pause_and_no_token(mesh: SchedulerMesh, after: int):
     worker = await mesh.worker(step_seconds=0.002)
@@ -75,6 +77,7 @@ async def test_a_worker_that_dies_and_comes_back_costs_a_pause_and_no_token(mesh
     assert mesh.state.counters.finished == 4
 
 
+@pytest.mark.composes("several workers", "worker loss")
 async def test_requests_move_to_another_worker(tmp_path: Path):
     async with SchedulerMesh(tmp_path, static_workers=2) as mesh:
         first = await mesh.worker(0)
@@ -88,6 +91,7 @@ async def test_requests_move_to_another_worker(tmp_path: Path):
         await all_exact(session, wanted)
 
 
+@pytest.mark.composes("failed batches")
 async def test_a_failed_batch_is_replayed_without_a_trace_in_the_output(mesh: SchedulerMesh):
     worker = await mesh.worker()
     session = await (await mesh.session()).ready()
@@ -142,6 +146,7 @@ async def test_a_worker_that_refuses_a_batch_without_predecessor_is_attached_ane
     assert worker.attaches[1].epoch > worker.attaches[0].epoch
 
 
+@pytest.mark.composes("several workers", "worker loss")
 async def test_a_hung_worker_is_dropped_and_its_requests_go_elsewhere(tmp_path: Path):
     async with SchedulerMesh(tmp_path, static_workers=2, step_timeout=1.0) as mesh:
         hung = await mesh.worker(0)
@@ -195,6 +200,7 @@ async def test_a_vanished_worker_is_forgotten_and_an_attached_one_is_not(tmp_pat
         await mesh.until(lambda: mesh.worker_address(7) not in mesh.process.links)
 
 
+@pytest.mark.refuses("several workers", at="start", reason="where model, tokenizer, numerics, KV dtype, length or block size differ")
 async def test_a_second_worker_of_another_kind_is_refused_and_the_first_serves_on(tmp_path: Path):
     async with SchedulerMesh(tmp_path, static_workers=2) as mesh:
         await mesh.worker(0)
@@ -312,6 +318,7 @@ async def test_a_worker_that_closes_its_stream_is_dialled_again(mesh: SchedulerM
     await all_exact(session, wanted)
 
 
+@pytest.mark.composes("cancel", "worker loss")
 async def test_a_cancel_while_no_worker_is_there_ends_the_request(mesh: SchedulerMesh):
     worker = await mesh.worker()
     worker.gate.clear()
