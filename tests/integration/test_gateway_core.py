@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.gateway_core import MAX_MODEL_LEN, Stack, cached_of, expected, running_stack, spell
 from tests.support.gateway_process import events_of, until
+from tests.support.raw_http import RawClient
 from tests.support.scheduler_mesh import params
 
 # Three full blocks and a tail.
@@ -69,10 +70,11 @@ async def test_without_prefix_caching_nothing_is_cached_and_0_is_shown(tmp_path)
             assert await tokens_of(stack, PROMPT, seed=3) == ([expected(PROMPT, seed=3)], 0)
 
 
+@pytest.mark.composes("prefix caching", "n", "prompt list")
 async def test_usage_adds_up_to_the_counters_of_the_cache(stack):
     cached = prompts = 0
-    for length in (50, 50, 33, 16, 50, 17, 49):
-        body = await stack.complete(PROMPT[:length])
+    for length, n in ((50, 1), (50, 3), (33, 2), (16, 1), (50, 4), (7, 2), (49, 1)):
+        body = await stack.complete([PROMPT[:length], PROMPT[1:length]], n=n)
         cached += cached_of(body)
         prompts += body["usage"]["prompt_tokens"]
     assert cached > 0
@@ -146,6 +148,27 @@ async def test_what_fills_the_context_runs_and_one_token_more_is_a_400(tmp_path)
 
 
 @pytest.mark.composes("bounded queue", "several gateways")
+@pytest.mark.composes("worker loss", "streaming")
+async def test_what_no_longer_fits_into_the_worker_that_came_back_is_told_so(tmp_path):
+    """Before the first byte with a status and the parameter that could be smaller, after it with an event."""
+    async with running_stack(tmp_path, worker={"step_seconds": 0.002}) as stack, RawClient(stack.gateway.port) as reading:
+        long = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+        await reading.post("/v1/completions", {**long, "stream": True})
+        await reading.read_until(b"data: ")
+        stack.worker.gate.clear()
+        whole = asyncio.create_task(stack.gateway.client.post("/v1/completions", json=long))
+        short = asyncio.create_task(stack.complete(PROMPT, seed=1))
+        await until(lambda: len(stack.mesh.state.requests) == 3)
+        await stack.worker.stop()
+        await stack.mesh.worker(max_model_len=64, blocks=4)
+        error = (await whole).json()["error"]
+        assert ((await whole).status_code, error["code"], error["param"]) == (400, "cannot_fit", "max_tokens")
+        assert b'"code":"cannot_fit"' in await reading.read_until(b"data: [DONE]")
+        assert (await short)["choices"][0]["token_ids"] == expected(PROMPT, seed=1)
+        await until(lambda: stack.gateway.mesh.session.facts.max_model_len == 64)
+        assert (await stack.gateway.complete(PROMPT, max_tokens=15)).json()["error"]["code"] == "prompt_too_long"
+
+
 async def test_a_full_queue_is_a_429_with_retry_after(tmp_path):
     async with running_stack(tmp_path, max_queue=1) as stack:
         stack.worker.gate.clear()
