@@ -74,6 +74,8 @@ async def test_the_cache_is_as_small_as_it_should_be(tight: Tight) -> None:
     assert {name: value for name, value in seen.items() if name.startswith("tokenloom:kv_blocks") and value} == {FREE: BLOCKS}
 
 
+@pytest.mark.composes("prefix caching", "greedy", "streaming")
+@pytest.mark.composes("prefix caching", "seed", "streaming")
 async def test_prompts_that_begin_alike_share_blocks_and_change_no_token(tight: Tight, reference: Reference, family: list[Wish]) -> None:
     before = (await tight.mesh.settle())[HITS]
     cold = [(await tight.read(wish))[0] for wish in family]
@@ -89,6 +91,8 @@ async def test_prompts_that_begin_alike_share_blocks_and_change_no_token(tight: 
         assert hits == 0
 
 
+@pytest.mark.composes("preemption", "prefix caching", "greedy", "streaming")
+@pytest.mark.composes("preemption", "prefix caching", "seed", "streaming")
 async def test_preempted_requests_get_exactly_their_tokens_and_evicted_blocks_are_computed_again(
     tight: Tight, reference: Reference, family: list[Wish], crowd: list[Wish]
 ) -> None:

@@ -36,6 +36,7 @@ def opens(worker: FakeWorker) -> list[worker_pb2.Open]:
     return [entry for batch in worker.batches for entry in batch.opens]
 
 
+@pytest.mark.composes("n", "prefix caching", "seed")
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix-caching", "no-prefix-caching"])
 async def test_choices_share_the_prompts_full_blocks_and_have_tokens_of_their_own(tmp_path: Path, caching: bool):
     async with SchedulerMesh(tmp_path, enable_prefix_caching=caching) as mesh:
@@ -52,6 +53,7 @@ async def test_choices_share_the_prompts_full_blocks_and_have_tokens_of_their_ow
         assert await mesh.sample("prefix_cache_queries_total") == (37 if caching else 0)
 
 
+@pytest.mark.composes("n", "chunked prefill")
 async def test_while_children_wait_for_the_prompt_others_run(tmp_path: Path):
     async with SchedulerMesh(tmp_path, max_num_batched_tokens=16) as mesh:
         worker = await mesh.worker()
@@ -67,6 +69,7 @@ async def test_while_children_wait_for_the_prompt_others_run(tmp_path: Path):
             assert (await session.ended(number)).tokens == expected_output(RULES, PROMPT * 2, choice(number))
 
 
+@pytest.mark.composes("n", "cancel", "seed")
 async def test_children_go_on_when_the_first_choice_is_cancelled(tmp_path: Path):
     async with SchedulerMesh(tmp_path) as mesh:
         worker = await mesh.worker()
@@ -81,6 +84,7 @@ async def test_children_go_on_when_the_first_choice_is_cancelled(tmp_path: Path)
             assert (await session.ended(number)).tokens == expected_output(RULES, PROMPT, choice(number))
 
 
+@pytest.mark.composes("n", "worker loss", "seed")
 async def test_choices_outlive_a_worker_that_dies_in_the_prompt(tmp_path: Path):
     async with SchedulerMesh(tmp_path) as mesh:
         worker = await mesh.worker()
@@ -94,6 +98,7 @@ async def test_choices_outlive_a_worker_that_dies_in_the_prompt(tmp_path: Path):
             assert (await session.ended(number)).tokens == expected_output(RULES, PROMPT, choice(number))
 
 
+@pytest.mark.composes("n", "preemption", "seed")
 async def test_choices_in_a_cache_too_small_for_them_all_come_to_their_ends(tmp_path: Path):
     async with SchedulerMesh(tmp_path) as mesh:
         await mesh.worker(blocks=8)
@@ -106,6 +111,7 @@ async def test_choices_in_a_cache_too_small_for_them_all_come_to_their_ends(tmp_
         assert await mesh.sample("num_preemptions_total", reason="no_blocks") > 0
 
 
+@pytest.mark.composes("n", "preemption", "prefix caching")
 async def test_what_clients_are_told_of_cached_tokens_sums_to_the_counters(tmp_path: Path):
     async with SchedulerMesh(tmp_path) as mesh:
         await mesh.worker(blocks=8, slots=3)  # preemptions and evictions happen
@@ -123,6 +129,7 @@ async def test_what_clients_are_told_of_cached_tokens_sums_to_the_counters(tmp_p
         assert prompts == await mesh.sample("prefix_cache_queries_total")
 
 
+@pytest.mark.composes("session loss", "prefix caching", "seed")
 async def test_cached_tokens_are_told_once_also_when_a_session_was_lost(tmp_path: Path):
     async with SchedulerMesh(tmp_path) as mesh:
         worker = await mesh.worker(step_seconds=0.002)
@@ -146,6 +153,7 @@ async def test_cached_tokens_are_told_once_also_when_a_session_was_lost(tmp_path
         assert worker.violations == []
 
 
+@pytest.mark.composes("priority")
 async def test_lower_priorities_run_first_and_equal_ones_in_order(tmp_path: Path):
     async with SchedulerMesh(tmp_path, scheduling_policy="priority") as mesh:
         worker = await mesh.worker(slots=1)
@@ -165,6 +173,7 @@ async def test_lower_priorities_run_first_and_equal_ones_in_order(tmp_path: Path
         assert started == [[1], [4], [3], [5], [2]]
 
 
+@pytest.mark.refuses("priority", reason="unless the queue is ordered by it: `--scheduling-policy priority`")
 async def test_a_priority_without_the_policy_is_refused_with_the_flag_to_set(tmp_path: Path):
     async with SchedulerMesh(tmp_path) as mesh:
         await mesh.worker()

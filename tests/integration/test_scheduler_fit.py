@@ -59,6 +59,7 @@ async def test_max_tokens_beyond_the_context_end_at_its_length(mesh: SchedulerMe
     assert len(got.tokens) == LENGTH - 100
 
 
+@pytest.mark.composes("preemption", "seed")
 async def test_requests_that_each_fill_the_cache_are_served_one_after_the_other_and_none_fails(mesh: SchedulerMesh):
     await mesh.worker(blocks=LENGTH // 16)
     session = await (await mesh.session()).ready()
@@ -72,6 +73,7 @@ async def test_requests_that_each_fill_the_cache_are_served_one_after_the_other_
     assert mesh.state.counters.preemptions > 0
 
 
+@pytest.mark.composes("worker loss", "seed")
 async def test_when_the_only_worker_comes_back_smaller_what_no_longer_fits_is_told_so_and_the_rest_goes_on(mesh: SchedulerMesh):
     worker = await mesh.worker()
     worker.gate.clear()
@@ -108,6 +110,7 @@ async def test_the_only_worker_may_come_back_larger(mesh: SchedulerMesh):
     assert (await ending_of(session, 1)).completion_tokens == 5
 
 
+@pytest.mark.composes("several workers")
 async def test_a_worker_with_fewer_blocks_takes_its_part(tmp_path: Path):
     async with SchedulerMesh(tmp_path, static_workers=2) as mesh:
         await mesh.worker(0, blocks=64)

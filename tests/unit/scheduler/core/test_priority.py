@@ -67,6 +67,7 @@ def test_a_request_that_waits_for_room_evicts_nobody():
     assert state.counters.preemptions == 0
 
 
+@pytest.mark.composes("priority", "preemption")
 def test_the_victim_is_the_least_urgent_even_when_it_was_there_first():
     state = make_state(Policy.PRIORITY)
     group = add_group(state, blocks=5, in_flight=1)
@@ -89,6 +90,7 @@ def test_among_equals_the_last_admitted_is_the_victim():
     assert first.timeline.preemptions == 0
 
 
+@pytest.mark.composes("priority", "preemption")
 @pytest.mark.parametrize("policy", list(Policy))
 @settings(max_examples=40)
 @given(
