@@ -7,6 +7,7 @@ not know: which session a request came from, its trace, clocks and timers.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from libs.clock import Clock
 from libs.errors import ErrorCode, TokenloomError
@@ -39,12 +40,22 @@ log = get_logger(__name__)
 
 
 class Engine:
-    """See the module. Created inside a running loop. `superseded` is set once another leads."""
+    """See the module. Created inside a running loop. `superseded` is set once another leads.
+
+    `on_attached` is called when a worker's ledger, whose blocks are most of this process's objects, has been made.
+    """
 
     def __init__(
-        self, config: SchedulerConfig, clock: Clock, tracer: Tracer, metrics: SchedulerMetrics, leadership: Leadership, table: TextTable
+        self,
+        config: SchedulerConfig,
+        clock: Clock,
+        tracer: Tracer,
+        metrics: SchedulerMetrics,
+        leadership: Leadership,
+        table: TextTable,
+        on_attached: Callable[[], None],
     ) -> None:
-        self._config, self._clock, self._metrics = config, clock, metrics
+        self._config, self._clock, self._metrics, self._on_attached = config, clock, metrics, on_attached
         self._leadership, self._table = leadership, table
         self._loop = asyncio.get_running_loop()
         self.state: SchedulerState | None = None
@@ -93,6 +104,7 @@ class Engine:
         log.info("worker attached", worker=link.name, blocks=facts.num_blocks, slots=facts.num_slots, numerics=facts.fingerprints.numerics)
         self._clients.tell_all(self._welcome())
         self._clients.publish(state.fail_unfit(self._clock.monotonic_ns()))
+        self._on_attached()
         self.kick()
 
     def _reshape(self, facts: worker_pb2.WorkerFacts) -> SchedulerState:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -62,8 +64,10 @@ async def fetch_table(addresses: list[str]) -> TextTable:
 class SchedulerProcess:
     """Everything that runs in the process, for `run` and for tests."""
 
-    def __init__(self, config: SchedulerConfig, tracer: Tracer) -> None:
+    def __init__(self, config: SchedulerConfig, tracer: Tracer, on_attached: Callable[[], None] = lambda: None) -> None:
+        """`on_attached`: see Engine."""
         self.config = config
+        self._on_attached = on_attached
         self.tracer = tracer
         self.metrics = SchedulerMetrics()
         self.server: Server = new_server([scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name])
@@ -85,7 +89,7 @@ class SchedulerProcess:
             raise TokenloomError(ErrorCode.INVALID_REQUEST, "no worker to serve: give its address or a store", param="--worker-address")
         self._store = SqliteStore(Path(config.store)) if config.store else None
         table = await fetch_table(config.tokenizer_address)
-        engine = Engine(config, SystemClock(), self.tracer, self.metrics, Leadership(self._store), table)
+        engine = Engine(config, SystemClock(), self.tracer, self.metrics, Leadership(self._store), table, self._on_attached)
         self.engine = engine
         self.metrics.watch(asyncio.get_running_loop(), lambda: engine.state)
         serve_metrics(self.metrics.registry, config.metrics_host, config.metrics_port)
@@ -156,10 +160,21 @@ class SchedulerProcess:
         await asyncio.gather(*(link.stop() for link in self.links.values()))
 
 
+def _freeze_heap() -> None:
+    """Takes what is alive now, the ledger's blocks above all, out of the garbage collector's sight.
+
+    A full collection walks every object and stops the loop meanwhile: with 120,000 blocks 45 ms, in one step of a hundred at 2,048 running
+    requests. Nothing here is garbage in a circle, and reference counts still free all of it.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 async def run(config: SchedulerConfig, instance: str, stop: asyncio.Event) -> int:
     """Serves until `stop` is set; returns the exit code."""
     tracer = Tracer("scheduler", instance, config.otlp_endpoint)
-    process = SchedulerProcess(config, tracer)
+    process = SchedulerProcess(config, tracer, _freeze_heap)
     start = asyncio.create_task(process.start())
     await asyncio.wait([start, stopping := asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
     if start.done():

@@ -11,7 +11,7 @@ from libs.blocks import BLOCK_SIZE
 from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.core.naming import extend_names
 from services.scheduler.core.plan import BatchOutcome, Delta, Effects, PlannedRow, RowOutcome, StepOutcome, StepPlan
-from services.scheduler.core.request import Ending, Request, RequestState
+from services.scheduler.core.request import Ending, Request, RequestState, Residency
 from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import FinishReason
 
@@ -57,13 +57,14 @@ def lose_group(state: SchedulerState, group: Group, now_ns: int, *, crashed: boo
 
 def _apply_ok(state: SchedulerState, group: Group, plan: StepPlan, outcome: StepOutcome, now_ns: int, effects: Effects) -> None:
     _unresolve(plan)
-    device_us = outcome.timings.forward_us + outcome.timings.sample_us
+    device_us, ended = outcome.timings.forward_us + outcome.timings.sample_us, RequestState.ENDED
     for row, row_outcome, tokens in zip(plan.rows, outcome.rows, outcome.tokens, strict=True):
-        row.residency.void |= row_outcome not in _COMPUTED
+        if row_outcome not in _COMPUTED:
+            row.residency.void = True
         if not row.residency.void:
             for block, name in row.named:
                 group.ledger.publish(block, name)
-        if row.request.state is RequestState.ENDED:
+        if row.request.state is ended:
             continue
         row.request.timeline.device_us += device_us
         _apply_row(state, group, row, row_outcome, tokens, now_ns, effects)
@@ -102,30 +103,28 @@ def _apply_row(
             _accept_tokens(state, request, tokens, now_ns, effects)
         if outcome is RowOutcome.CONSTRAINT_COMPLETE and request.state is not RequestState.ENDED:
             state.finish(request, Ending(FinishReason.CONSTRAINT_COMPLETE), now_ns, effects)
-        _publish_outputs(group, request)
+        residency = request.residency
+        if residency is not None and residency.computed >= (residency.published + 1) * BLOCK_SIZE and residency.group == group.name:
+            _publish_outputs(group, request, residency)
 
 
 def _accept_tokens(state: SchedulerState, request: Request, tokens: Sequence[int], now_ns: int, effects: Effects) -> None:
-    first = len(request.output_ids)
-    timeline = request.timeline
-    timeline.first_token_ns = timeline.first_token_ns or now_ns
+    outputs, timeline = request.output_ids, request.timeline
+    first = len(outputs)
+    if not timeline.first_token_ns:
+        timeline.first_token_ns = now_ns
     timeline.last_token_ns = now_ns
     for count, token in enumerate(tokens, 1):
-        request.output_ids.append(token)
-        stop = request.stops.push(token, request.output_ids)
-        if stop:
+        outputs.append(token)
+        stop = request.stops.push(token, outputs)
+        if stop is not None:
             effects.deltas.append(Delta(request, first, tokens[:count]))
             state.finish(request, Ending(stop.reason, stop=stop), now_ns, effects)
             return
     effects.deltas.append(Delta(request, first, tokens))
 
 
-def _publish_outputs(group: Group, request: Request) -> None:
-    residency = request.residency
-    if residency is None or not request.cacheable or residency.group != group.name:
-        return
-    if residency.computed < (residency.published + 1) * BLOCK_SIZE:
-        return
+def _publish_outputs(group: Group, request: Request, residency: Residency) -> None:
     extend_names(request)
     for index in range(residency.published, min(residency.computed // BLOCK_SIZE, len(request.block_names))):
         group.ledger.publish(residency.blocks[index], request.block_names[index])

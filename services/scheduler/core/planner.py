@@ -47,6 +47,7 @@ class _Draft:
     def __init__(self, state: SchedulerState, group: Group, isolated: bool, now_ns: int) -> None:
         self._state, self._group, self._isolated, self._now = state, group, isolated, now_ns
         self._budget = min(state.limits.max_tokens_per_step, group.most_tokens or state.limits.max_tokens_per_step)
+        self._distance, self._suspicious = group.feed_forward_distance, bool(state.quarantine.suspects)
         # With nothing in flight every request is far enough from its last batch, and the numbers must say so.
         self._number = group.last_number + (1 if group.in_flight else group.feed_forward_distance)
         self._plan = StepPlan(group.name, group.epoch, self._number, group.chain_head, planned_ns=now_ns)
@@ -87,18 +88,18 @@ class _Draft:
 
     def _advance(self, request: Request, residency: Residency, remaining: int, *, prefill: bool) -> None:
         """A row for a running request, or why it has none."""
-        if not self._may_run(request):
+        if self._suspicious and not self._may_run(request):
             request.wait(WaitReason.QUARANTINE, self._now)
             return
-        count = self._chunk(remaining)
+        count = remaining if remaining <= self._budget else self._chunk(remaining)
         if not count:
             request.wait(WaitReason.TOKEN_BUDGET, self._now)
             return
-        if residency.last_batch and self._number - residency.last_batch < self._group.feed_forward_distance:
+        if self._number - residency.last_batch < self._distance and residency.last_batch:
             return
-        missing = blocks_for(residency.planned + count) - len(residency.blocks)
         fresh: Sequence[int] = ()
-        if missing > 0:
+        if residency.planned + count > len(residency.blocks) * BLOCK_SIZE:
+            missing = blocks_for(residency.planned + count) - len(residency.blocks)
             if not self._make_room(request, residency, missing):
                 return
             fresh = self._group.ledger.allocate(missing)
@@ -126,8 +127,9 @@ class _Draft:
         return True
 
     def _add_row(self, request: Request, residency: Residency, count: int, fresh: Sequence[int], *, sample: bool, prefill: bool) -> None:
-        start, end = residency.planned, residency.planned + count
-        named = self._name_full_blocks(request, residency, end)
+        start = residency.planned
+        end = start + count
+        named = self._name_full_blocks(request, residency, end) if end >= (residency.published + 1) * BLOCK_SIZE else ()
         self._plan.rows.append(PlannedRow(request, residency, start, count, sample, fresh, named, prefill))
         residency.planned, residency.last_batch = end, self._number
         request.unresolved += 1

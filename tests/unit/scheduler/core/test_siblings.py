@@ -66,9 +66,10 @@ def test_children_need_not_wait_for_a_parent_whose_whole_prompt_is_in_the_cache(
     parent = submit(state, prompt, outputs=first.output_ids[:2], attempt=1)
     child = submit(state, prompt, parent=parent)
     assert child.wait_reason is WaitReason.PARENT_PROMPT
-    planned(state, group)
+    batch = planned(state, group)
     state.check()
     assert (parent.state, child.state) == (RequestState.RUNNING, RequestState.RUNNING)
+    apply(state, group, ok(batch), 1)
     run_to_the_end(state, group)
 
 
