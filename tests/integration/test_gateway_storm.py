@@ -202,3 +202,45 @@ async def test_a_second_gateway_and_its_death_change_no_token_of_the_first(tmp_p
             stack.worker.gate.set()
 
     await storm(stack, beside)
+
+
+@pytest.mark.composes(
+    *STORM,
+    "priority",
+    "chunked prefill",
+    "dispatch-ahead",
+    "failed batches",
+    "cancel",
+    "deadline",
+    "worker loss",
+    "session loss",
+    "several workers",
+    "several gateways",
+)
+async def test_all_of_it_at_once_changes_no_token(tmp_path):
+    (tmp_path / "second").mkdir()
+    small = {"scheduling_policy": "priority", "max_num_batched_tokens": SMALL_STEP}
+    async with running_stack(tmp_path, worker=TIGHT, static_workers=2, **small) as stack:
+        doomed = await stack.mesh.worker(1, max_model_len=MAX_MODEL_LEN, **TIGHT)
+        await until(lambda: len(stack.mesh.state.groups) == 2, PATIENCE)
+        overlaps, state = stack.worker.overlaps, stack.mesh.state
+
+        async def everything() -> None:
+            async with joined_gateway(tmp_path / "second", stack) as second, RawClient(second.port) as leaving:
+                stack.worker.fail_steps = 1
+                await leaving.post("/v1/completions", body(OTHER, n=2, stream=True, max_tokens=150))
+                late = asyncio.create_task(second.client.post("/v1/completions", json=body(PROMPT, n=2, timeout=0.05, max_tokens=200)))
+                beside = asyncio.create_task(ask(second, body(PROMPT, n=2, seed=1)))
+                await until(lambda: sum(request.sampling.max_tokens == 150 for request in state.requests.values()) == 2, PATIENCE)
+                leaving.leave()
+                await stack.lose_session()
+                await doomed.stop()
+                answer = await beside
+                assert (await late).status_code == 504
+                assert answer == await ask(second, body(PROMPT, n=2, seed=1))
+
+        await storm(stack, everything)
+        assert stack.worker.overlaps > overlaps
+        assert stack.worker.fail_steps == 0
+        assert state.counters.failed == 0
+        assert state.counters.cancelled > 0
