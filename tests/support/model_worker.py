@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from libs.blocks import BLOCK_SIZE
+from libs.errors import TokenloomError
 from libs.packing import pack_ids, unpack_ids
 from libs.sampling import SamplingParams
 from libs.text.table import TextRule, TextTable, TokenClass
 from services.scheduler.core.stopping import StopRules, StopTracker
 from tokenloom.worker.v1 import worker_pb2
 
+# Outcomes of rows whose blocks hold what they should.
+_COMPUTED = (worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE, worker_pb2.ROW_OUTCOME_DEAD_END)
 VOCABULARY = 40
 EOS = 0
 
@@ -78,15 +81,23 @@ class ModelWorker:
         self.blocks = [[None] * BLOCK_SIZE for _ in range(self.num_blocks)]
 
     def run(
-        self, batch: worker_pb2.StepBatch, *, fail: bool = False, spoil: int | None = None, outcome: int = worker_pb2.ROW_OUTCOME_FAILED
+        self,
+        batch: worker_pb2.StepBatch,
+        *,
+        fail: bool = False,
+        refuse: bool = False,
+        spoil: int | None = None,
+        outcome: int = worker_pb2.ROW_OUTCOME_FAILED,
+        error: TokenloomError | None = None,
     ) -> worker_pb2.StepResult:
         """Runs a batch if its predecessor completed.
 
-        `fail`: it breaks halfway and leaves slots as they were, block contents undefined. `spoil`: that row (modulo their number) ends
-        with `outcome`, and from then on its slot yields rubbish that claims to be well.
+        `fail`: it breaks halfway (for `error`, if that is told) and leaves slots as they were, block contents undefined. `refuse`: it is
+        not run for a reason of the worker's own. `spoil`: that row (modulo their number) ends with `outcome`; from then on its slot yields
+        rubbish that claims to be well. A row that draws no token cannot end at a constraint: it stays ok.
         """
         result = worker_pb2.StepResult(epoch=batch.epoch, number=batch.number)
-        if batch.epoch != self.epoch or (batch.predecessor and batch.predecessor != self.completed):
+        if refuse or batch.epoch != self.epoch or (batch.predecessor and batch.predecessor != self.completed):
             result.outcome = worker_pb2.BATCH_OUTCOME_NOT_RUN
             return result
         before = {index: slot.copy() for index, slot in self.slots.items()}
@@ -94,25 +105,36 @@ class ModelWorker:
             self.slots.pop(slot, None)
         for entry in batch.opens:
             self._open(entry)
-        spoilt = None if spoil is None or not batch.slots else spoil % len(batch.slots)
-        if spoilt is not None:
+        spoilt = self._spoilt_row(batch, spoil, outcome)
+        if spoilt is not None and outcome not in _COMPUTED:
             self.slots[batch.slots[spoilt]].spoiled = True
         tokens = self._rows(batch)
         if fail:
             self._scramble(batch)
             self.slots = before
             result.outcome = worker_pb2.BATCH_OUTCOME_FAILED
+            if error is not None:
+                result.error.CopyFrom(error.to_proto())
             return result
         self.completed = batch.number
         self.steps.append((len(tokens), sum(batch.counts)))
         result.outcome = worker_pb2.BATCH_OUTCOME_OK
         if spoilt is not None:
-            tokens[spoilt] = []
+            self.slots[batch.slots[spoilt]].spoiled = True
+            if outcome != worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE:
+                tokens[spoilt] = []
         result.row_outcomes = bytes(outcome if index == spoilt else worker_pb2.ROW_OUTCOME_OK for index in range(len(tokens)))
         result.token_counts.extend(len(row) for row in tokens)
         result.token_ids = pack_ids(itertools.chain.from_iterable(tokens))
         result.timings.forward_us, result.timings.total_us = 1000, 1100
         return result
+
+    @staticmethod
+    def _spoilt_row(batch: worker_pb2.StepBatch, spoil: int | None, outcome: int) -> int | None:
+        if spoil is None or not batch.slots:
+            return None
+        row = spoil % len(batch.slots)
+        return row if batch.samples[row] or outcome not in _COMPUTED else None
 
     def _scramble(self, batch: worker_pb2.StepBatch) -> None:
         """What a broken batch leaves in the blocks that it wrote."""

@@ -1,0 +1,144 @@
+"""Thousands of random events against the scheduler's core, from one seed: the same property as the hypothesis machine, longer and faster.
+
+`python -m tests.property.core_drive --events 20000 --seed 1` prints what happened. Each episode is a small world of its own shape, and
+draws how often each kind of event comes, with some left out ("swarm testing", Groce et al. 2012): a bug that needs many preemptions and
+no cancel is not hidden by the average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+from libs.sampling import SamplingParams
+from services.scheduler.core.request import CancelReason
+from tests.support.core_shapes import Shape, block_edge_prompt
+from tests.support.core_world import OUT_OF_MEMORY, World
+from tokenloom.worker.v1 import worker_pb2
+
+EVENTS_PER_EPISODE = 400
+_EDGES = [1, 2, 15, 16, 17, 18, 31, 32, 33, 47, 48, 49, 64, 65, 80, 95, 96]
+_ROWS = [
+    worker_pb2.ROW_OUTCOME_FAILED,
+    worker_pb2.ROW_OUTCOME_NON_FINITE,
+    worker_pb2.ROW_OUTCOME_NOT_RUN,
+    worker_pb2.ROW_OUTCOME_DEAD_END,
+    worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE,
+]
+_REASONS = [CancelReason.CLIENT_DISCONNECTED, CancelReason.TIMEOUT, CancelReason.SLOW_READER, CancelReason.SIBLING_FAILED]
+
+
+def draw_shape(rng: random.Random) -> Shape:
+    """A small world; every switch in either position, sizes at which everything is scarce."""
+    return Shape(
+        groups=rng.choice([1, 1, 2, 3]),
+        blocks=tuple(rng.choice([3, 6, 6, 7, 8, 10, 12, 20]) for _ in range(3)),
+        slots=rng.choice([1, 3, 4, 6]),
+        sequences=rng.choice([1, 3, 6, 6]),
+        budget=rng.choice([3, 16, 17, 33, 48, 128, 128]),
+        in_flight=rng.choice([1, 2, 2, 3]),
+        distance=rng.choice([1, 1, 2]),
+        caching=rng.random() < 0.8,
+        chunked=rng.random() < 0.8,
+        most_live=rng.choice([4, 12, 24]),
+        policy=rng.choice(["fcfs", "fcfs", "priority"]),
+    )
+
+
+class Episode:
+    """One world and its events."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.world = World(draw_shape(rng))
+        self._events: list[Callable[[], None]] = []
+        self._weights: list[float] = []
+        for event, weight, optional in self._kinds():
+            self._events.append(event)
+            self._weights.append(weight * (rng.choice([0, 0.3, 1, 1, 3]) if optional else rng.choice([0.5, 1, 2])))
+
+    def _kinds(self) -> list[tuple[Callable[[], None], float, bool]]:
+        world, pick = self.world, self._pick
+        return [
+            (self._submit, 6, False),
+            (lambda: world.dispatch(pick()), 25, False),
+            (lambda: world.run(pick()), 20, False),
+            (lambda: world.hear(pick()), 20, False),
+            (lambda: world.hear_old(pick()), 3, True),
+            (lambda: world.hear_early(pick()), 2, True),
+            (lambda: world.run(pick(), fail=True), 0.7, True),
+            (lambda: world.run(pick(), fail=True, error=OUT_OF_MEMORY), 0.5, True),
+            (lambda: world.run(pick(), refuse=True), 0.5, True),
+            (lambda: world.run(pick(), garble=True), 0.2, True),
+            (lambda: world.run(pick(), row=pick(), outcome=self._rng.choice(_ROWS)), 2, True),
+            (lambda: world.lose(pick(), crashed=self._rng.random() < 0.5), 0.5, True),
+            (world.attach, 6, False),
+            (lambda: world.cancel(pick(), self._rng.choice(_REASONS)), 3, True),
+            (lambda: world.lose_session(pick(), self._rng.choice([0, 0, 1, 5])), 0.4, True),
+            (lambda: world.resubmit(pick()), 4, False),
+            (lambda: world.pass_time(self._rng.randint(1, 20)), 2, True),
+        ]
+
+    def _pick(self) -> int:
+        return self._rng.randrange(1000)
+
+    def _submit(self) -> None:
+        rng = self._rng
+        max_tokens = rng.choice([1, 2, 17, 40, 40])
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(max_tokens, rng.choice([0, 0, 3, 40])),
+            seed=rng.randrange(3),
+            ignore_eos=rng.random() < 0.5,
+            stop=tuple(rng.choice([(), (), ("a",), ("bc", "zz")])),
+        )
+        self.world.submit(
+            block_edge_prompt(rng.randint(1, 3), rng.choice([*_EDGES[:-1], *_EDGES])),
+            params,
+            gateway=rng.randrange(2),
+            deadline=rng.randint(1, 200) if rng.random() < 0.2 else None,
+            salt=rng.choice([b"", b"", b"", b"tenant"]),
+            cacheable=rng.random() < 0.9,
+            resumed=rng.choice([0, 0, 0, 2, 20]),
+            priority=rng.randint(-1, 2),
+            choices=rng.choice([1, 1, 1, 1, 3]),
+        )
+
+    def run(self, events: int) -> None:
+        """So many events, then peace until everybody is served."""
+        for event in self._rng.choices(self._events, self._weights, k=events):
+            event()
+        self.world.drain()
+
+
+def drive(seed: int, events: int) -> Counter[str]:
+    """Runs `events` events in episodes; what was seen. Raises what the world raises, with the episode's seed as a note."""
+    seen: Counter[str] = Counter()
+    for number in range(-(-events // EVENTS_PER_EPISODE)):
+        episode_seed = seed * 100_003 + number
+        try:
+            episode = Episode(random.Random(episode_seed))
+            episode.run(EVENTS_PER_EPISODE)
+        except Exception as error:
+            error.add_note(f"episode {number} of seed {seed}")
+            raise
+        seen += episode.world.seen
+    return seen
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    for name, count in sorted(drive(arguments.seed, arguments.events).items()):
+        print(f"{count:8}  {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""One sequence as its gateway knows it, and which refusals and endings are right for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from libs.blocks import blocks_for
+from libs.errors import ErrorCode
+from services.scheduler.core.quarantine import CRASHES_ALONE
+from services.scheduler.core.request import Request
+from services.scheduler.core.state import SchedulerState
+from services.scheduler.core.stopping import FinishReason
+from tokenloom.scheduler.v1 import scheduler_pb2
+
+
+@dataclass(eq=False, slots=True)
+class Client:
+    """What it must get, what it has, which endings it may see and which one it saw.
+
+    `request`: the current attempt; `waits_for`: its parent, until that one's prompt is computed or it has ended. `names`: its blocks',
+    outputs included. `may_fail`: errors that the worker's answers give a reason for.
+    `crashes`: failed batches that this attempt stood in. `over`: its ending came; `lost`: its session broke, nobody holds it.
+    """
+
+    submit: scheduler_pb2.Submit
+    gateway: int
+    prompt: list[int]
+    want: list[int]
+    salt: bytes
+    names: list[bytes] = field(default_factory=list)
+    got: list[int] = field(default_factory=list)
+    request: Request = field(init=False)
+    waits_for: Request | None = None
+    cancelled: bool = False
+    may_complete: bool = False
+    may_fail: set[ErrorCode] = field(default_factory=set)
+    crashes: int = 0
+    over: bool = False
+    lost: bool = False
+
+    def begin(self, request: Request) -> None:
+        """A new attempt."""
+        self.request = request
+        self.cancelled = self.may_complete = self.over = self.lost = False
+        self.may_fail, self.crashes = set(), 0
+
+    def reads(self, request: Request) -> bool:
+        """Whether this is the attempt whose news the client is to get."""
+        return request is self.request and not self.over and not self.lost
+
+    def look_at_parent(self, parent: Request | None) -> None:
+        """Remembers that it may start, once it may: that its parent falls back later does not matter."""
+        self.waits_for = None if parent is None or parent.ending is not None or parent.prompt_is_computed else parent
+
+    def may_have_missed_its_ending(self, unread: int) -> bool:
+        """Whether this one, which has finished, is taken to have lost its ending with the session: one in four, so that most stay over."""
+        ending = self.request.ending
+        finished = ending is not None and ending.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return finished and (len(self.want) + unread) % 4 == 0
+
+
+def why_refused(state: SchedulerState, request: Request) -> ErrorCode | None:
+    """What `accept` must refuse the request with; None: it must take it."""
+    if len(request.prompt_ids) >= state.limits.max_model_len:
+        return ErrorCode.PROMPT_TOO_LONG
+    largest = max((group.ledger.num_blocks for group in state.groups.values()), default=None)
+    if largest is not None and blocks_for(len(request.prompt_ids) + request.stops.max_output - 1) > largest:
+        return ErrorCode.CANNOT_FIT
+    if not request.attempt and len(state.requests) >= state.limits.max_requests:
+        return ErrorCode.QUEUE_FULL
+    return None
+
+
+def check_ending(client: Client, state: SchedulerState, now_ns: int) -> str:
+    """That a client's ending has a reason; returns its name."""
+    ending = client.request.ending
+    assert ending is not None
+    match ending.reason:
+        case FinishReason.STOP | FinishReason.LENGTH:
+            assert client.got == client.want, "ended before its end"
+        case FinishReason.CONSTRAINT_COMPLETE:
+            assert client.may_complete
+        case FinishReason.CANCELLED:
+            assert client.cancelled
+        case FinishReason.DEADLINE:
+            due = client.request.deadline_ns
+            assert client.cancelled or (due is not None and due <= now_ns)
+        case FinishReason.FAILED:
+            assert ending.error is not None
+            return _check_failure(client, state, ending.error.code)
+    return ending.reason.name
+
+
+def _check_failure(client: Client, state: SchedulerState, code: ErrorCode) -> str:
+    match code:
+        case ErrorCode.POISON_REQUEST:
+            assert client.crashes >= CRASHES_ALONE, "convicted of too few crashes"
+        case ErrorCode.CANNOT_FIT:
+            assert why_refused(state, client.request) is ErrorCode.CANNOT_FIT
+        case _:
+            assert code in client.may_fail, f"failed without a reason: {code.name}"
+    return code.name

@@ -1,0 +1,50 @@
+"""What worlds of the scheduler's core are made of: their sizes, and a group with its worker and what is between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from libs.blocks import BLOCK_SIZE
+from services.scheduler.core.plan import StepOutcome, StepPlan
+from services.scheduler.core.state import Group
+from tests.support.model_worker import ModelWorker, text_table
+from tokenloom.worker.v1 import worker_pb2
+
+GATEWAYS = (7, 8)
+# Six blocks, so that the smallest cache holds one sequence of full length and hardly a second.
+MAX_MODEL_LEN = 96
+TABLE = text_table()
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes and switches of a world. `blocks`: cache sizes that groups come with, in turn; `in_flight`: batches a group takes at once."""
+
+    groups: int = 1
+    blocks: tuple[int, ...] = (8,)
+    slots: int = 4
+    sequences: int = 4
+    budget: int = 32
+    in_flight: int = 2
+    distance: int = 1
+    caching: bool = True
+    chunked: bool = True
+    most_live: int = 12
+    policy: str = "fcfs"
+
+
+@dataclass(slots=True)
+class Rig:
+    """One attached group with its worker and what is on its way in either direction."""
+
+    group: Group
+    worker: ModelWorker
+    sent: deque[tuple[StepPlan, worker_pb2.StepBatch]] = field(default_factory=deque)
+    answers: deque[StepOutcome] = field(default_factory=deque)
+
+
+def block_edge_prompt(head: int, length: int) -> list[int]:
+    """A prompt of `length` tokens that shares its first blocks with every other of the same `head`; 0 shares with nobody but itself."""
+    shared = [head] * min(length, 2 * BLOCK_SIZE)
+    return [*shared, *((head * 7 + position * position) % 9 + 1 for position in range(length - len(shared)))]

@@ -1,0 +1,415 @@
+"""The scheduler's core in a small world: worker groups that model block contents, gateways that lose sessions, a clock.
+
+Every method is one event, and after every event all that PROTOCOL.md says must hold is checked (`core_checks`). Hypothesis and the seeded
+drive choose the events; `seen` counts what really happened, so that a test can insist that nothing was left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from libs.blocks import BLOCK_SIZE, block_hashes, chain_hash, root_hash
+from libs.errors import ErrorCode, TokenloomError
+from libs.packing import pack_ids
+from libs.sampling import SamplingParams
+from services.scheduler.convert import SubmitRules, from_result, to_batch, to_request
+from services.scheduler.core.apply import apply, lose_group
+from services.scheduler.core.naming import private_names
+from services.scheduler.core.plan import Effects, StepOutcome, StepPlan
+from services.scheduler.core.planner import plan
+from services.scheduler.core.queue import Policy
+from services.scheduler.core.request import CancelReason, Ending, Request, RequestKey, WaitReason
+from services.scheduler.core.state import Group, Limits, SchedulerState
+from services.scheduler.core.stopping import StopRules
+from tests.support.core_checks import Ledgers, PlanWatch, Tally, check_groups, check_progress_of_requests, is_stuck_without_fault
+from tests.support.core_clients import Client, check_ending, why_refused
+from tests.support.core_shapes import GATEWAYS, MAX_MODEL_LEN, TABLE, Rig, Shape
+from tests.support.model_worker import EOS, VOCABULARY, ModelWorker, expected_output
+from tokenloom.scheduler.v1 import scheduler_pb2
+from tokenloom.worker.v1 import worker_pb2
+
+# Far more turns than the longest run needs; beyond it requests chase each other in a circle.
+MAX_TURNS = 5000
+# What a row's bad outcome may mean to its request.
+_ROW_ERRORS = {
+    worker_pb2.ROW_OUTCOME_FAILED: ErrorCode.STEP_FAILED,
+    worker_pb2.ROW_OUTCOME_NON_FINITE: ErrorCode.NON_FINITE,
+    worker_pb2.ROW_OUTCOME_DEAD_END: ErrorCode.DEAD_END,
+}
+OUT_OF_MEMORY = TokenloomError(ErrorCode.OUT_OF_MEMORY, "out of memory")
+
+
+class World:
+    """See the module. Numbers that choose among things (a group, a client, a row) are taken modulo how many there are."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        limits = Limits(
+            max_tokens_per_step=shape.budget if shape.chunked else max(shape.budget, MAX_MODEL_LEN),
+            max_sequences=shape.sequences,
+            max_requests=shape.most_live,
+            max_model_len=MAX_MODEL_LEN,
+            chunked_prefill=shape.chunked,
+            prefix_caching=shape.caching,
+        )
+        self.state = SchedulerState(limits, Policy(shape.policy))
+        self.rules = SubmitRules(StopRules((EOS,), MAX_MODEL_LEN, TABLE), VOCABULARY, priorities=shape.policy == "priority")
+        self.names = [f"g{number}" for number in range(shape.groups)]
+        self.rigs: dict[str, Rig] = {}
+        self.clients: dict[RequestKey, Client] = {}
+        self.stale: deque[tuple[str, StepOutcome]] = deque(maxlen=100)
+        self.seen: Counter[str] = Counter()
+        self.tally = Tally()
+        self.ledgers = Ledgers()
+        self.epoch, self.now, self.attaches, self._submits = 0, 1, 0, 0
+        for _ in self.names:
+            self.attach()
+
+    # Arrivals
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        gateway: int = 0,
+        deadline: int | None = None,
+        salt: bytes = b"",
+        cacheable: bool = True,
+        resumed: int = 0,
+        priority: int = 0,
+        choices: int = 1,
+    ) -> None:
+        """A request of so many choices arrives; `resumed`: with so many output tokens (never all) that its client has from an earlier
+        scheduler. `priority` counts in worlds whose policy knows it."""
+        submit = scheduler_pb2.Submit(prompt_ids=pack_ids(prompt), priority=priority if self.rules.priorities else 0)
+        if cacheable:
+            submit.block_hashes = b"".join(block_hashes(prompt, salt))
+        if deadline is not None:
+            submit.deadline_remaining_us = deadline
+        for index in range(choices):
+            self._submits += 1
+            choice = replace(params, seed=params.seed + index, choice_index=index)
+            submit.parent_id = self._submits - index if index else 0
+            submit.id = self._submits
+            submit.sampling.CopyFrom(choice.to_proto())
+            want = expected_output(self.rules.stopping, prompt, choice) if len(prompt) < MAX_MODEL_LEN else []
+            copy = scheduler_pb2.Submit.FromString(submit.SerializeToString())
+            client = Client(copy, GATEWAYS[gateway % len(GATEWAYS)], list(prompt), want, salt)
+            client.got = want[:-1][:resumed]
+            client.submit.attempt = int(bool(client.got))
+            self._hand_over(client)
+
+    def _name_blocks(self, client: Client) -> None:
+        """The names of all blocks that it will fill. Without a prefix cache they are its family's own from the start."""
+        tokens, known = [*client.prompt, *client.want], [*client.prompt, *client.got]
+        names = block_hashes(known, client.salt)
+        if not self.shape.caching:
+            names = private_names(names, RequestKey(client.gateway, client.submit.parent_id or client.submit.id))
+        for start in range(len(names) * BLOCK_SIZE, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
+            names.append(chain_hash(names[-1] if names else root_hash(client.salt), tokens[start : start + BLOCK_SIZE]))
+        client.names = names
+        self.ledgers.learn(names, tokens)
+
+    def _hand_over(self, client: Client) -> None:
+        client.submit.output_ids = pack_ids(client.got)
+        self._name_blocks(client)
+        request, stop = to_request(client.submit, client.gateway, self.rules, self.state.next_arrival(), self.now)
+        expected = why_refused(self.state, request)
+        refused = self._refusal(request)
+        assert refused is expected, "refused without need, or accepted beyond the bounds"
+        if refused is not None:
+            self.seen[f"refused {refused.name}"] += 1
+            client.lost, client.over = False, True
+            self.check()
+            return
+        self.tally.accept(request, self.clients.get(request.key))
+        client.begin(request)
+        client.look_at_parent(self.state.requests.get(request.parent) if request.parent else None)
+        self.clients[request.key] = client
+        if stop is not None:
+            effects = Effects()
+            self.state.finish(request, Ending(stop.reason, stop=stop), self.now, effects)
+            self.seen["ended at submit"] += 1
+            self._take(effects)
+        elif not self.rigs and request.wait_reason is WaitReason.NEW:
+            request.wait(WaitReason.NO_WORKER, self.now)
+        self.seen["submit" if request.parent is None else "submit of a child"] += 1
+        self.check()
+
+    def _refusal(self, request: Request) -> ErrorCode | None:
+        try:
+            self.state.accept(request)
+        except TokenloomError as error:
+            return error.code
+        return None
+
+    def resubmit(self, number: int) -> None:
+        """A gateway hands a request over again, after its session was lost, with what its client has."""
+        lost = [client for client in self.clients.values() if client.lost]
+        if lost:
+            client = lost[number % len(lost)]
+            client.submit.attempt += 1
+            client.submit.ClearField("deadline_remaining_us")
+            self.seen["resubmit"] += 1
+            self._hand_over(client)
+
+    # Steps
+
+    def pick(self, number: int) -> Rig | None:
+        """One of the attached groups."""
+        rigs = list(self.rigs.values())
+        return rigs[number % len(rigs)] if rigs else None
+
+    def dispatch(self, number: int) -> None:
+        """A group's next batch is planned and sent, if one may be."""
+        rig = self.pick(number)
+        if rig is not None and not self._send(rig) and self._is_idle():
+            others = [other for other in self.rigs.values() if other is not rig]
+            moved = any(self._send(other) for other in others)
+            stuck = [(str(r.key), r.wait_reason) for r in self.state.requests.values() if not is_stuck_without_fault(self.state, r)]
+            assert moved or not stuck, f"workers live, nothing in flight, and nobody runs: {stuck}"
+        self.check()
+
+    def _is_idle(self) -> bool:
+        return not any(rig.group.in_flight for rig in self.rigs.values())
+
+    def _send(self, rig: Rig) -> bool:
+        watch = PlanWatch(self.state, rig.group)
+        step = plan(self.state, rig.group, self.now)
+        victims = watch.check_victims()
+        self.tally.preemptions += len(victims)
+        self.seen["preempted"] += bool(victims)
+        if step is None:
+            return False
+        watch.check_step(step, self.shape.distance)
+        for entry in step.opens:
+            client = self.clients[entry.request.key]
+            client.look_at_parent(client.waits_for)  # which may have been admitted in this very plan, its prompt in the cache
+            assert client.waits_for is None, "a child was admitted before its parent's prompt was computed"
+            self.tally.open(entry, caching=self.shape.caching)
+            self.seen["hit"] += entry.computed > 0
+            self.seen["hit of output"] += entry.computed > len(entry.request.prompt_ids)
+            watch.check_hits(entry, client.names)
+            self.seen["hit of a sibling"] += entry.computed > 0 and entry.request.parent is not None
+        self.tally.steps += bool(step.rows)
+        self.seen["mixed"] += step.is_mixed
+        self.seen["chunk"] += any(not row.sample for row in step.rows)
+        self.seen[f"ahead {len(rig.group.in_flight) - 1}"] += 1
+        rig.sent.append((step, to_batch(step, lambda _: None)))
+        self.seen["dispatch"] += 1
+        return True
+
+    def run(
+        self,
+        number: int,
+        *,
+        fail: bool = False,
+        refuse: bool = False,
+        row: int | None = None,
+        outcome: int = worker_pb2.ROW_OUTCOME_NOT_RUN,
+        error: TokenloomError | None = None,
+        garble: bool = False,
+    ) -> None:
+        """A worker runs its next batch, as well as ModelWorker's arguments say. `garble`: its answer does not fit the batch."""
+        rig = self.pick(number)
+        if rig is None or not rig.sent:
+            return
+        step, batch = rig.sent.popleft()
+        result = rig.worker.run(batch, fail=fail, refuse=refuse, spoil=row, outcome=outcome, error=error)
+        ran = result.outcome == worker_pb2.BATCH_OUTCOME_OK
+        if garble and ran and step.rows:
+            result.row_outcomes = result.row_outcomes[:-1]
+        for planned, row_outcome in zip(step.rows, result.row_outcomes, strict=False):
+            client = self.clients[planned.request.key]
+            if client.request is planned.request:
+                client.may_fail |= {_ROW_ERRORS[row_outcome]} if row_outcome in _ROW_ERRORS else set()
+                client.may_complete |= row_outcome == worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE
+            self.seen[f"row {worker_pb2.RowOutcome.Name(row_outcome)}"] += 1
+        if not ran or garble:
+            self.seen["garbled" if ran else f"batch {worker_pb2.BatchOutcome.Name(result.outcome)}"] += 1
+            self._crash(step)
+        self.seen["out of memory"] += error is not None and fail
+        rig.answers.append(from_result(result))
+        self.check()
+
+    def _crash(self, step: StepPlan) -> None:
+        for planned in step.rows:
+            client = self.clients[planned.request.key]
+            client.crashes += client.request is planned.request
+
+    def hear(self, number: int) -> None:
+        """A worker's oldest answer arrives."""
+        rig = self.pick(number)
+        if rig is not None and rig.answers:
+            answer = rig.answers.popleft()
+            self.stale.append((rig.group.name, answer))
+            self._take(apply(self.state, rig.group, answer, self.now))
+            self.seen["hear"] += 1
+            self.check()
+
+    def hear_old(self, number: int) -> None:
+        """An answer that was heard, or that a lost stream owed, arrives again; if it can be, one with the number that is waited for."""
+        old = [(name, answer) for name, answer in self.stale if name in self.rigs]
+        heads = {name: rig.group.in_flight[0].number for name, rig in self.rigs.items() if rig.group.in_flight}
+        likely = [(name, answer) for name, answer in old if answer.number == heads.get(name)]
+        if old:
+            name, answer = (likely or old)[number % len(likely or old)]
+            self.seen["stale epoch, right number"] += bool(likely)
+            self._hear_in_vain(self.rigs[name].group, answer)
+
+    def hear_early(self, number: int) -> None:
+        """The answer behind the oldest one arrives before it: it counts for nothing until its turn."""
+        rig = self.pick(number)
+        if rig is not None and len(rig.answers) > 1:
+            self.seen["reordered"] += 1
+            self._hear_in_vain(rig.group, rig.answers[1])
+
+    def _hear_in_vain(self, group: Group, answer: StepOutcome) -> None:
+        before, in_flight = self.state.counters.stale_results, list(group.in_flight)
+        effects = apply(self.state, group, answer, self.now)
+        assert not effects.deltas, "an old answer brought tokens"
+        assert not effects.ended, "an old answer ended somebody"
+        assert list(group.in_flight) == in_flight
+        assert self.state.counters.stale_results == before + 1
+        self.seen["stale"] += 1
+        self.check()
+
+    # Losses
+
+    def lose(self, number: int, *, crashed: bool) -> None:
+        """A group's stream breaks. What its worker owed may still arrive, in vain."""
+        rig = self.pick(number)
+        if rig is None:
+            return
+        if crashed and rig.group.in_flight:
+            self._crash(rig.group.in_flight[0])
+        self.stale.extend((rig.group.name, answer) for answer in rig.answers)
+        self.stale.extend((rig.group.name, from_result(rig.worker.run(batch))) for _, batch in rig.sent)
+        del self.rigs[rig.group.name]
+        self._take(lose_group(self.state, rig.group, self.now, crashed=crashed))
+        if not self.rigs:
+            self.state.wait_all(WaitReason.NO_WORKER, self.now)
+        self.seen["lost, crashed" if crashed else "lost in peace"] += 1
+        self.check()
+
+    def attach(self) -> None:
+        """A missing group comes (back), empty, with a new epoch and the next size of cache."""
+        name = next((name for name in self.names if name not in self.rigs), None)
+        if name is None:
+            return
+        blocks = self.shape.blocks[self.attaches % len(self.shape.blocks)]
+        self.epoch, self.attaches = self.epoch + 1, self.attaches + 1
+        group = Group.new(
+            name,
+            self.epoch,
+            num_blocks=blocks,
+            num_slots=self.shape.slots,
+            max_in_flight=self.shape.in_flight,
+            distance=self.shape.distance,
+        )
+        self.state.groups[name] = group
+        self.rigs[name] = Rig(group, ModelWorker(blocks, self.shape.slots, epoch=self.epoch))
+        self.seen["attach"] += 1
+        if len(self.rigs) == len(self.names):  # nobody else will come who could hold what these cannot
+            self._take(self.state.fail_unfit(self.now))
+        self.check()
+
+    def lose_session(self, gateway: int, unread: int) -> None:
+        """A gateway's session breaks: its live requests end, and up to `unread` tokens of each, or its ending, never reached it."""
+        who = GATEWAYS[gateway % len(GATEWAYS)]
+        for client in [client for client in self.clients.values() if client.gateway == who]:
+            if client.lost or (client.over and not client.may_have_missed_its_ending(unread)):
+                continue
+            if not client.over:
+                client.cancelled = True
+                self._take(self.state.cancel(client.request.key, CancelReason.SESSION_LOST, self.now))
+            client.over, client.lost = False, True
+            client.got = client.got[: max(0, len(client.got) - unread)]
+        self.seen["session lost"] += 1
+        self.check()
+
+    # Ends
+
+    def cancel(self, number: int, reason: CancelReason) -> None:
+        """Somebody asks for a request's end, be it live or not."""
+        if not self.clients:
+            return
+        client = list(self.clients.values())[-1 - number % min(len(self.clients), 20)]
+        live, unknown = client.request.key in self.state.requests, self.state.counters.unknown_cancels
+        client.cancelled |= live
+        effects = self.state.cancel(client.request.key, reason, self.now)
+        assert effects.ended == ([client.request] if live else [])
+        assert self.state.counters.unknown_cancels == unknown + (not live)
+        self._take(effects)
+        self.seen["cancel" if live else "cancel of nobody"] += 1
+        self.check()
+
+    def pass_time(self, step: int) -> None:
+        """The clock moves; deadlines fall due."""
+        self.now += step * 1000
+        due = {key for key, request in self.state.requests.items() if request.deadline_ns is not None and request.deadline_ns <= self.now}
+        effects = self.state.expire(self.now)
+        assert {request.key for request in effects.ended} == due
+        self._take(effects)
+        self.seen["deadline"] += bool(due)
+        self.check()
+
+    def _take(self, effects: Effects) -> None:
+        """What the gateways read."""
+        for request, first, tokens in effects.deltas:
+            client = self.clients[request.key]
+            assert client.reads(request), "tokens of an attempt that is over"
+            assert first == len(client.got), "a delta left a gap or came twice"
+            client.got.extend(tokens)
+            assert client.got == client.want[: len(client.got)], "the wrong tokens"
+        for request in effects.ended:
+            client = self.clients[request.key]
+            assert client.reads(request), "a request ended twice"
+            client.over = True
+            self.tally.end(request)
+            self.seen[f"ending {check_ending(client, self.state, self.now)}"] += 1
+
+    # What must hold
+
+    def check(self) -> None:
+        """Everything, after any event. Raises AssertionError, ValueError or LedgerError."""
+        self.state.check()
+        check_groups({name: (rig.group, rig.worker) for name, rig in self.rigs.items()}, self.ledgers, self.seen)
+        check_progress_of_requests(self.state)
+        self.tally.check(self.state, [client.request for client in self.clients.values()])
+        for client in self.clients.values():
+            live = client.request.key in self.state.requests
+            client.look_at_parent(client.waits_for)
+            assert live == (not client.over and not client.lost), "a request is lost"
+            if live:
+                assert client.got == client.request.output_ids
+                self.seen[f"wait {client.request.wait_reason.name}"] += 1
+
+    def drain(self) -> None:
+        """No more trouble: with live workers every request reaches its end, and nothing is held."""
+        while len(self.rigs) < len(self.names):
+            self.attach()
+        while any(client.lost for client in self.clients.values()):
+            self.resubmit(0)
+        turns = 0
+        while self.state.requests:
+            turns += 1
+            assert turns < MAX_TURNS, f"no end: {[(str(key), r.state, r.wait_reason) for key, r in self.state.requests.items()]}"
+            self._turn()
+        while any(rig.group.in_flight or rig.group.closing for rig in self.rigs.values()):
+            self._turn()
+        for rig in self.rigs.values():
+            ledger = rig.group.ledger
+            assert (ledger.in_use, ledger.draining, ledger.available) == (0, 0, ledger.num_blocks)
+            assert sorted(rig.group.free_slots) == list(range(self.shape.slots))
+            assert not rig.worker.slots, "an idle worker holds slots"
+        assert all(client.over for client in self.clients.values())
+
+    def _turn(self) -> None:
+        for number in range(len(self.rigs)):
+            self.dispatch(number)
+            self.run(number)
+            self.hear(number)
