@@ -18,8 +18,8 @@ from libs.telemetry.logs import get_logger
 from services.worker import facts, host, kv_cache, numerics, weights
 from services.worker.batch import Batch, Opening, Row
 from services.worker.config import WorkerConfig
-from services.worker.models.registry import Model, build
-from services.worker.ops.base import HeadShape, LayerCache
+from services.worker.models.registry import build
+from services.worker.ops.base import HeadShape, Step
 from services.worker.sampling.sampler import sample
 from services.worker.slots import Limits, SlotTable, StagedRow
 from services.worker.step_inputs import build_inputs, build_sampling
@@ -42,9 +42,8 @@ class Executed:
 class Engine:
     """See the module. Everything that can be refused is refused while loading."""
 
-    def __init__(self, model: Model, cache: Sequence[LayerCache], facts: worker_pb2.WorkerFacts) -> None:
-        self._model = model
-        self._cache = cache
+    def __init__(self, step: Step, facts: worker_pb2.WorkerFacts) -> None:
+        self._step = step
         self.facts = facts
         self.limits = Limits(
             num_slots=facts.num_slots,
@@ -70,7 +69,7 @@ class Engine:
         began = time.perf_counter_ns()
         inputs, sampling = build_inputs(rows), build_sampling(rows, vocabulary)
         prepared = time.perf_counter_ns()
-        logits = self._model.forward(inputs, self._cache)
+        logits = self._step(inputs)
         computed = time.perf_counter_ns()
         sampled = sample(logits, sampling, vocabulary)
         ended = time.perf_counter_ns()
@@ -103,7 +102,9 @@ def load(config: WorkerConfig) -> Engine:
     except (KeyError, ValueError) as error:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{directory.path}: {error.args[0]}") from error
     cache = kv_cache.allocate(model_config, size.num_blocks, dtype)
-    engine = Engine(model, cache, _facts(config, directory, size, dtype, executor))
+    offered = _facts(config, directory, size, dtype, executor)
+    engine = Engine(ops.bind(model.forward, cache, offered.max_tokens_per_step), offered)
+    numerics.leave_cores_to_the_team(ops)
     engine.warm_up()
     _log.info(
         "model loaded",

@@ -9,7 +9,7 @@ import pytest
 from libs.errors import TokenloomError
 from services.worker.kernels.cpu.build import ensure_library
 from services.worker.ops.cpu import CpuOps
-from services.worker.ops.cpu_kernels import CpuKernels
+from services.worker.ops.native import CpuLibrary, Team
 
 
 @pytest.fixture(scope="session")
@@ -17,9 +17,16 @@ def library() -> Path:
     return ensure_library()
 
 
-@pytest.fixture(params=["avx512", "avx2", "generic"])
+@pytest.fixture(scope="session")
+def best(library: Path) -> CpuLibrary:
+    """The library with the best instruction set that this CPU has."""
+    return CpuLibrary(library)
+
+
+@pytest.fixture(scope="session", params=["avx512", "avx2", "generic"])
 def ops(request: pytest.FixtureRequest, library: Path) -> CpuOps:
     try:
-        return CpuOps(CpuKernels(library, request.param))
+        chosen = CpuLibrary(library, request.param)
     except TokenloomError:
         pytest.skip(f"this CPU has no {request.param}")
+    return CpuOps(chosen, Team(chosen, 2))

@@ -14,7 +14,7 @@ import torch
 
 from libs.models.llama_config import LlamaConfig
 from services.worker.models.rope import rotation_table
-from services.worker.ops.base import HeadShape, LayerCache, Ops, PackedLinear, StepInputs
+from services.worker.ops.base import HeadShape, LayerCache, Ops, PackedLinear, StepInputs, Value
 
 # Gives a weight by its Hugging Face name, in the executor's dtype; None where the file has none.
 WeightSource = Callable[[str], torch.Tensor | None]
@@ -49,7 +49,7 @@ class Llama:
         head = self._embedding if config.tie_word_embeddings else need("lm_head.weight", (config.vocab_size, config.hidden_size))
         self._head = ops.pack_linear(head, None)
 
-    def forward(self, inputs: StepInputs, cache: Sequence[LayerCache]) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, cache: Sequence[LayerCache]) -> Value:
         """Computes every token of the step, writes its K and V into `cache` (one entry a layer); logits, float32 [S, vocabulary]."""
         ops, heads = self._ops, self._heads
         x, residual = ops.embedding(inputs.token_ids, self._embedding), None

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.llama_config import LlamaConfig
 from services.worker.models.llama import Llama, WeightSource
-from services.worker.ops.base import LayerCache, Ops, StepInputs
+from services.worker.ops.base import LayerCache, Ops, StepInputs, Value
 
 
 class Model(Protocol):
     """A loaded model."""
 
-    def forward(self, inputs: StepInputs, cache: Sequence[LayerCache]) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, cache: Sequence[LayerCache]) -> Value:
         """Computes every token of the step, writes its K and V into `cache`; logits, float32 [S, vocabulary]."""
         ...
 

@@ -11,6 +11,7 @@ Shapes: T tokens, R rows, S sampled rows, H hidden size, D head size, Q query he
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +52,13 @@ class HeadShape:
 # A weight as its executor keeps it; only the Ops that packed it can read it.
 PackedLinear = Any
 
+# What flows between operations: a tensor, or its stand-in while an executor records the model. Models pass it on and look at nothing in it.
+Value = Any
+
+# A model's step over its cache, written against Ops; and the same bound to an executor: logits, float32 [S, vocabulary].
+Forward = Callable[[StepInputs, Sequence[LayerCache]], Value]
+Step = Callable[[StepInputs], torch.Tensor]
+
 
 class Ops(Protocol):
     """The operations. Activations have the executor's dtype; no operation changes its inputs unless it says so."""
@@ -61,37 +69,40 @@ class Ops(Protocol):
         """Prepares a weight [out, in] and a bias [out] for `linear`; called while loading."""
         ...
 
-    def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:
+        """Makes `forward` a function of the step's inputs alone, for steps of at most `max_tokens` tokens; called once, after loading.
+
+        The step's logits are valid until the next step. Raises TokenloomError(UNSUPPORTED) for what the executor cannot run.
+        """
+        ...
+
+    def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> Value:
         """Rows [T, H] of `weight` [vocabulary, H]."""
         ...
 
-    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    def linear(self, x: Value, packed: PackedLinear) -> Value:
         """x [T, in] times the packed weight, plus its bias: [T, out]."""
         ...
 
-    def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(self, x: Value, residual: Value | None, weight: torch.Tensor, epsilon: float) -> tuple[Value, Value]:
         """RMS norm (Zhang, Sennrich 2019) of the sum x + residual, and that sum, both [T, H]. Without residual the sum is x."""
         ...
 
-    def rope_and_cache(
-        self, qkv: torch.Tensor, rotations: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape
-    ) -> torch.Tensor:
+    def rope_and_cache(self, qkv: Value, rotations: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape) -> Value:
         """Rotates queries and keys (Su et al. 2021, halves paired), writes K and V into the cache; returns queries [T, Q, D].
 
         `qkv` is [T, (Q + 2 K) * D]; `rotations` float32 [positions, D]: cosines of the D / 2 angles, then sines.
         """
         ...
 
-    def attention(self, queries: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape, scale: float) -> torch.Tensor:
+    def attention(self, queries: Value, cache: LayerCache, inputs: StepInputs, heads: HeadShape, scale: float) -> Value:
         """Causal attention of each row over its own blocks, which already hold this step's K and V: [T, Q * D]."""
         ...
 
-    def gated_activation(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated_activation(self, gate_up: Value) -> Value:
         """silu(gate) * up of [T, 2 I] (gate first): [T, I]."""
         ...
 
-    def head(self, x: torch.Tensor, sampled: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    def head(self, x: Value, sampled: torch.Tensor, packed: PackedLinear) -> Value:
         """Logits, float32 [S, vocabulary], of the tokens `sampled` of x [T, H]."""
         ...

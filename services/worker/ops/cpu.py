@@ -1,68 +1,184 @@
-"""The operations on CPUs, in C++ (services/worker/kernels/cpu): float32 only.
+"""The operations on CPUs, in C++ (services/worker/kernels/cpu), float32 only: recorded once, run with one native call per step.
 
-Rows' independence (PROTOCOL.md rule 15) holds by construction: every sum has one order, whatever the number of rows, tiles and threads,
+`bind` runs the model's `forward` with stand-ins (recording.Value) for tensors. Each operation checks what it is given and appends an
+instruction; what comes out is a program that a team of threads replays (native.py). The model does not know.
+
+Rows' independence (PROTOCOL.md rule 15) holds by construction: every sum has one order, whatever the number of rows, pieces and threads,
 so that a product needs no padding to be the same in every batch.
 """
 
 from __future__ import annotations
 
-import torch
-from torch.nn import functional
+from collections.abc import Sequence
+from typing import cast
 
-from services.worker.ops.base import HeadShape, LayerCache, PackedLinear, StepInputs
-from services.worker.ops.cpu_kernels import CpuKernels, pack
+import torch
+
+from libs.errors import ErrorCode, TokenloomError
+from services.worker.ops.base import Forward, HeadShape, LayerCache, PackedLinear, Step, StepInputs
+from services.worker.ops.native import CpuLibrary, Program, Team
+from services.worker.ops.packing import Panels, pack
+from services.worker.ops.recording import Instruction, Kind, Recording, Rows, Value
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 32
+BLOCK = 16
+
+
+def supports(heads: HeadShape) -> bool:
+    """Whether the kernels take these heads."""
+    return (
+        heads.head_dim % BLOCK == 0
+        and 0 < heads.head_dim <= MAX_HEAD_DIM
+        and heads.query_heads % heads.kv_heads == 0
+        and heads.query_heads // heads.kv_heads <= MAX_GROUP
+    )
 
 
 class CpuOps:
-    """See the module and Ops."""
+    """See the module and Ops. Every operation but `pack_linear` is for `forward` while `bind` records it."""
 
     name = "cpu"
 
-    def __init__(self, kernels: CpuKernels) -> None:
-        self._kernels = kernels
+    def __init__(self, library: CpuLibrary, team: Team) -> None:
+        self._library = library
+        self._team = team
+        self._recording: Recording | None = None
+        self._inputs: StepInputs | None = None
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
         """See Ops."""
         return pack(weight, bias)
 
-    def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return functional.embedding(token_ids, weight)
+    def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:
+        """See Ops: records `forward` and builds the program."""
+        self._recording, self._inputs = recording, inputs = Recording(), _symbolic_inputs()
+        try:
+            result = forward(inputs, cache)
+        except (TypeError, AttributeError) as error:  # the model did with a stand-in what only a tensor can
+            raise _refused(f"the model does more than Ops offers: {error}") from error
+        finally:
+            self._recording = self._inputs = None
+        if not isinstance(result, Value) or result not in recording.made:
+            raise _refused(f"the model's result is {_name(result)}, not what an operation computed")
+        return Program(self._library, self._team, recording, result, max_tokens)
 
-    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> Value:
         """See Ops."""
-        out = torch.empty(x.shape[0], packed.outputs)
-        self._kernels.linear(out, x, packed)
-        return out
+        self._require(self._inputs is not None and token_ids is self._inputs.token_ids, "an embedding of anything but the step's token ids")
+        _check_weight(weight, (None, None))
+        return self._add(Instruction(Kind.EMBEDDING, Value(Rows.TOKENS, weight.shape[1]), weight=weight))
 
-    def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def linear(self, x: Value, packed: PackedLinear) -> Value:
         """See Ops."""
-        normed, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
-        self._kernels.add_norm(normed, total, x, residual, weight, epsilon)
+        self._require(isinstance(packed, Panels), "a product whose weight these operations did not pack")
+        _check_value(x, packed.inputs)
+        return self._add(
+            Instruction(Kind.LINEAR, Value(x.rows, packed.outputs), source=x, weight=packed.panels, bias=packed.bias),
+        )
+
+    def add_norm(self, x: Value, residual: Value | None, weight: torch.Tensor, epsilon: float) -> tuple[Value, Value]:
+        """See Ops."""
+        _check_value(x, None)
+        _check_weight(weight, (x.width,))
+        if residual is None:
+            return self._add(Instruction(Kind.ADD_NORM, Value(x.rows, x.width), source=x, weight=weight, number=epsilon)), x
+        _check_value(residual, x.width)
+        self._require(residual.rows is x.rows, "a sum of all tokens with sampled ones")
+        total = Value(x.rows, x.width)
+        normed = Value(x.rows, x.width)
+        self._add(Instruction(Kind.ADD_NORM, normed, source=x, residual=residual, total=total, weight=weight, number=epsilon))
         return normed, total
 
-    def rope_and_cache(
-        self, qkv: torch.Tensor, rotations: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape
-    ) -> torch.Tensor:
+    def rope_and_cache(self, qkv: Value, rotations: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape) -> Value:
         """See Ops."""
-        queries = torch.empty(qkv.shape[0], heads.query_heads, heads.head_dim)
-        self._kernels.rope_cache(queries, qkv, rotations, cache, inputs, heads)
-        return queries
+        self._check_attention(qkv, (heads.query_heads + 2 * heads.kv_heads) * heads.head_dim, cache, inputs, heads)
+        _check_weight(rotations, (None, heads.head_dim))
+        to = Value(Rows.TOKENS, heads.query_heads * heads.head_dim)
+        return self._add(Instruction(Kind.ROPE_CACHE, to, source=qkv, weight=rotations, cache=cache, heads=heads))
 
-    def attention(self, queries: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape, scale: float) -> torch.Tensor:
+    def attention(self, queries: Value, cache: LayerCache, inputs: StepInputs, heads: HeadShape, scale: float) -> Value:
         """See Ops."""
-        output = torch.empty(queries.shape[0], heads.query_heads * heads.head_dim)
-        self._kernels.attention(output, queries, cache, inputs, heads, scale)
-        return output
+        width = heads.query_heads * heads.head_dim
+        self._check_attention(queries, width, cache, inputs, heads)
+        return self._add(Instruction(Kind.ATTENTION, Value(Rows.TOKENS, width), source=queries, cache=cache, heads=heads, number=scale))
 
-    def gated_activation(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated_activation(self, gate_up: Value) -> Value:
         """See Ops."""
-        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        self._kernels.activation(out, gate_up)
-        return out
+        _check_value(gate_up, None)
+        self._require(gate_up.width % 2 == 0, f"a gate and what it gates in {gate_up.width} columns")
+        return self._add(Instruction(Kind.ACTIVATION, Value(gate_up.rows, gate_up.width // 2), source=gate_up))
 
-    def head(self, x: torch.Tensor, sampled: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    def head(self, x: Value, sampled: torch.Tensor, packed: PackedLinear) -> Value:
         """See Ops."""
-        return self.linear(x[sampled], packed)
+        self._require(self._inputs is not None and sampled is self._inputs.sampled, "a head over anything but the step's sampled tokens")
+        _check_value(x, None)
+        self._require(x.rows is Rows.TOKENS, "a head over tokens that were picked before")
+        picked = self._add(Instruction(Kind.GATHER, Value(Rows.SAMPLED, x.width), source=x))
+        return self.linear(picked, packed)
+
+    def _add(self, instruction: Instruction) -> Value:
+        if self._recording is None:
+            raise _refused("an operation outside of `bind`, which records them")
+        self._require(self._recording.made.issuperset(instruction.reads), "an operation on a value of another recording")
+        return self._recording.add(instruction)
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise _refused(what)
+
+    def _check_attention(self, value: Value, width: int, cache: LayerCache, inputs: StepInputs, heads: HeadShape) -> None:
+        self._require(inputs is self._inputs, "attention over anything but the step's own rows")
+        self._require(supports(heads), f"attention with {heads}")
+        _check_value(value, width)
+        self._require(value.rows is Rows.TOKENS, "attention of sampled tokens alone")
+        blocks = cache.keys.shape[0]
+        wanted = (blocks, heads.kv_heads, BLOCK, heads.head_dim)
+        laid_out = cache.keys.transpose(2, 3).is_contiguous() and cache.values.is_contiguous()
+        right = cache.keys.shape == wanted == cache.values.shape and cache.keys.dtype is cache.values.dtype is torch.float32
+        self._require(laid_out and right, f"a cache of shape {tuple(cache.keys.shape)}, type {cache.keys.dtype} or layout")
+
+
+def _symbolic_inputs() -> StepInputs:
+    """Inputs that can only be passed on: each is an object of its own, which no operation but the right one takes."""
+    names = ("token_ids", "positions", "cache_slots", "query_starts", "kv_lengths", "block_tables", "sampled")
+    stand_ins = {name: cast(torch.Tensor, _Input(name)) for name in names}
+    return StepInputs(**stand_ins, longest=cast(int, _Input("longest")))
+
+
+class _Input:
+    """Stands for one of the step's inputs while a program is recorded."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self._name} is not known when a program is recorded")
+
+
+def _check_value(value: Value, width: int | None) -> None:
+    if not isinstance(value, Value):
+        raise _refused(f"an operation on {_name(value)}, which no operation computed")
+    if width is not None and value.width != width:
+        raise _refused(f"an operation on {value.width} columns that takes {width}")
+
+
+def _check_weight(weight: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+    """Refuses a weight that is not float32, contiguous and of the shape (None: any size)."""
+    matches = weight.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, weight.shape, strict=True))
+    if not matches or weight.dtype is not torch.float32 or not weight.is_contiguous() or weight.device.type != "cpu":
+        raise _refused(f"a weight of shape {tuple(weight.shape)}, type {weight.dtype} or layout where {shape} is wanted")
+
+
+def _name(value: object) -> str:
+    return repr(value) if isinstance(value, (_Input, Value)) else f"a {type(value).__name__}"
+
+
+def _refused(what: str) -> TokenloomError:
+    text = f"the CPU executor cannot record {what}; --kernels reference runs the model without a program"
+    return TokenloomError(ErrorCode.UNSUPPORTED, text)

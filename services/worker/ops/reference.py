@@ -8,12 +8,13 @@ That costs nothing from two rows on (M = 8 takes 47 ms, M = 2 takes 50) and a th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from services.worker.ops.base import HeadShape, LayerCache, PackedLinear, StepInputs
+from services.worker.ops.base import Forward, HeadShape, LayerCache, PackedLinear, Step, StepInputs
 
 _PADDED_ROWS = (8, 12)
 
@@ -37,6 +38,10 @@ class ReferenceOps:
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
         """See Ops: nothing to prepare."""
         return Linear(weight.contiguous(), bias)
+
+    def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:
+        """See Ops: each step runs the model's Python."""
+        return lambda inputs: forward(inputs, cache)
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""

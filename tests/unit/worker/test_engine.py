@@ -54,6 +54,7 @@ def test_numerics_name_what_the_numbers_depend_on(tiny_llama_dir: Path):
     assert native.endswith("/float32/tp1")
     assert plain.startswith("reference/float32/torch-")
     assert len({native, plain, loose}) == 3
+    assert load_engine(tiny_llama_dir, batch_invariant=False, threads=1).facts.fingerprints.numerics == native
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -87,6 +88,13 @@ def test_without_a_compiler_the_reference_serves_and_the_log_says_so(
 def test_the_thread_count_is_set_and_defaults_to_the_cpus_of_this_process():
     assert numerics.use_threads(1) == torch.get_num_threads() == 1
     assert numerics.use_threads(None) == torch.get_num_threads()
+
+
+def test_beside_a_team_of_its_own_torch_keeps_one_thread(tiny_llama_dir: Path):
+    load_engine(tiny_llama_dir, kernels="cpu", threads=2)
+    assert torch.get_num_threads() == 1
+    load_engine(tiny_llama_dir, kernels="reference", threads=2)
+    assert torch.get_num_threads() == 2
 
 
 def test_the_tokenizers_size_counts_added_tokens(copy: Path):

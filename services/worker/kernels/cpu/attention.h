@@ -1,9 +1,8 @@
 // Paged causal attention over a ragged batch.
 //
-// A task is one KV head of a tile of one row's query tokens: up to kTileRows (token, query head) pairs, which read the same keys and values.
-// Tasks are shared out over the OpenMP team that torch already keeps (the library is linked to torch's own runtime: a second one would fight
-// with it for the cores). A task walks the row's blocks from the first to the last; each block's scores are folded into a running
-// maximum, sum and weighted value (the online softmax of Milakov and Gimelshein 2018, arranged as in FlashAttention, Dao et al. 2022).
+// A call is one KV head of a tile of one row's query tokens: up to kTileRows (token, query head) pairs, which read the same keys and values.
+// It walks the row's blocks from the first to the last; each block's scores are folded into a running maximum, sum and weighted value (the
+// online softmax of Milakov and Gimelshein 2018, arranged as in FlashAttention, Dao et al. 2022).
 //
 // Keys of a block are stored with the tokens side by side ([D, 16]) and values with the dimensions side by side ([16, D]), so that both
 // products are the same loop: a broadcast number times a vector of 16 lanes, with no sum across lanes.
@@ -110,18 +109,11 @@ void run_tile(const tokenloom::Attention &args, Tile &tile, int row, int head, i
     }
 }
 
-void attention(const tokenloom::Attention &args, const int32_t *tasks, int32_t count) {
-    const int step = kTileRows / (args.query_heads / args.kv_heads);
-#pragma omp parallel
-    {
-        Tile tile;
-#pragma omp for schedule(dynamic)
-        for (int32_t task = 0; task < count; ++task) {
-            const int row = tasks[3 * task], head = tasks[3 * task + 1], first = tasks[3 * task + 2];
-            const int left = args.query_starts[row + 1] - args.query_starts[row] - first;
-            run_tile(args, tile, row, head, first, left < step ? left : step);
-        }
-    }
+void attention(const tokenloom::Attention &args, tokenloom::QueryTile at, int32_t kv_head) {
+    Tile tile;
+    const int whole = kTileRows / (args.query_heads / args.kv_heads);
+    const int left = args.query_starts[at.row + 1] - args.query_starts[at.row] - at.first;
+    run_tile(args, tile, at.row, kv_head, at.first, left < whole ? left : whole);
 }
 
 }  // namespace

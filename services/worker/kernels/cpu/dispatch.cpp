@@ -1,9 +1,13 @@
-// The C interface: chooses, once, the variant of the kernels for this CPU, and passes calls on to it.
+// The C interface: the variant of the kernels for this CPU, teams, programs. No exception leaves it.
 
+#include <algorithm>
 #include <cstring>
-#include <vector>
+#include <exception>
+#include <new>
 
 #include "kernels.h"
+#include "program.h"
+#include "team.h"
 
 #define TOKENLOOM_API extern "C" __attribute__((visibility("default")))
 
@@ -45,20 +49,42 @@ TOKENLOOM_API const tokenloom::Variant *tokenloom_variant(const char *name) {
 
 TOKENLOOM_API const char *tokenloom_variant_name(const tokenloom::Variant *variant) { return variant->name; }
 
-// Counts out the tiles of every row and head, and runs them.
-TOKENLOOM_API void tokenloom_attention(const tokenloom::Variant *variant, const tokenloom::Attention *args) {
-    const int step = tokenloom::kTileRows / (args->query_heads / args->kv_heads);
-    std::vector<int32_t> tasks;
-    for (int32_t row = 0; row < args->rows; ++row) {
-        const int32_t tokens = args->query_starts[row + 1] - args->query_starts[row];
-        for (int32_t first = 0; first < tokens; first += step) {
-            for (int32_t head = 0; head < args->kv_heads; ++head) tasks.insert(tasks.end(), {row, head, first});
-        }
+// A team of `size` threads, the caller's included; null where the system gives no more threads.
+TOKENLOOM_API tokenloom::Team *tokenloom_team_create(int size) {
+    try {
+        return new tokenloom::Team(size);
+    } catch (const std::exception &) {
+        return nullptr;
     }
-    variant->attention(*args, tasks.data(), static_cast<int32_t>(tasks.size() / 3));
 }
 
-TOKENLOOM_API void tokenloom_linear(const tokenloom::Variant *variant, const tokenloom::Linear *args) { variant->linear(*args); }
-TOKENLOOM_API void tokenloom_add_norm(const tokenloom::Variant *variant, const tokenloom::AddNorm *args) { variant->add_norm(*args); }
-TOKENLOOM_API void tokenloom_rope_cache(const tokenloom::Variant *variant, const tokenloom::RopeCache *args) { variant->rope_cache(*args); }
-TOKENLOOM_API void tokenloom_activation(const tokenloom::Variant *variant, const tokenloom::Activation *args) { variant->activation(*args); }
+TOKENLOOM_API void tokenloom_team_destroy(tokenloom::Team *team) { delete team; }
+
+// A program; null where there is no memory. Team and everything that the instructions point at must outlive it.
+TOKENLOOM_API tokenloom::Program *tokenloom_program_create(const tokenloom::Variant *variant, tokenloom::Team *team,
+                                                           const tokenloom::Instruction *instructions, int count,
+                                                           const tokenloom::Place *places, int place_count) {
+    try {
+        return new tokenloom::Program(*variant, *team, instructions, count, places, place_count);
+    } catch (const std::bad_alloc &) {
+        return nullptr;
+    }
+}
+
+TOKENLOOM_API void tokenloom_program_destroy(tokenloom::Program *program) { delete program; }
+
+// Runs one step: 0 done, 1 no memory, 2 the inputs are wrong and `*fault` says how.
+TOKENLOOM_API int tokenloom_program_run(tokenloom::Program *program, const tokenloom::StepInputs *inputs, const char **fault) {
+    try {
+        *fault = program->run(*inputs);
+        return *fault == nullptr ? 0 : 2;
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+}
+
+// Starts to note times, or copies those noted so far: nanoseconds of the calling thread by kind of instruction.
+TOKENLOOM_API void tokenloom_program_start_timing(tokenloom::Program *program) { program->start_timing(); }
+TOKENLOOM_API void tokenloom_program_timing(const tokenloom::Program *program, int64_t *nanoseconds) {
+    std::copy(program->nanoseconds().begin(), program->nanoseconds().end(), nanoseconds);
+}

@@ -1,19 +1,24 @@
-// What happens between the products: norm, rotation and cache write, gated activation. Each token by itself; threads only for many.
+// What happens between the products: gathered rows, norm, rotation and cache write, gated activation. Each token by itself.
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "lanes.h"
 
 namespace {
 
-// Tokens from which a team of threads pays.
-constexpr int kTeamRows = 32;
+using tokenloom::Range;
 
-void add_norm(const tokenloom::AddNorm &args) {
+void gather(const tokenloom::Gather &args, Range rows) {
+    const int64_t width = args.width;
+    for (int64_t row = rows.first; row < rows.last; ++row)
+        std::memcpy(args.out + row * width, args.from + args.indices[row] * width, width * sizeof(float));
+}
+
+void add_norm(const tokenloom::AddNorm &args, Range rows) {
     const int width = args.width, whole = width / 16 * 16;
-#pragma omp parallel for if (args.rows >= kTeamRows)
-    for (int row = 0; row < args.rows; ++row) {
+    for (int row = rows.first; row < rows.last; ++row) {
         const float *total = args.x + (int64_t)row * width;
         if (args.residual) {
             const float *residual = args.residual + (int64_t)row * width;
@@ -39,11 +44,10 @@ TOKENLOOM_INLINE void rotate(const float *from, const float *rotation, int half,
     }
 }
 
-void rope_cache(const tokenloom::RopeCache &args) {
+void rope_cache(const tokenloom::RopeCache &args, Range tokens) {
     using tokenloom::kBlock;
     const int dim = args.head_dim, heads = args.query_heads + 2 * args.kv_heads;
-#pragma omp parallel for if (args.tokens >= kTeamRows)
-    for (int token = 0; token < args.tokens; ++token) {
+    for (int token = tokens.first; token < tokens.last; ++token) {
         const float *qkv = args.qkv + (int64_t)token * heads * dim;
         const float *rotation = args.rotations + args.positions[token] * dim;
         const int64_t block = args.cache_slots[token] / kBlock, offset = args.cache_slots[token] % kBlock;
@@ -68,10 +72,9 @@ TOKENLOOM_INLINE void gated(const Lanes *gate, const Lanes *up, Lanes *out) {
     *out = *gate * sigmoid * *up;
 }
 
-void activation(const tokenloom::Activation &args) {
+void activation(const tokenloom::Activation &args, Range rows) {
     const int width = args.width, whole = width / 16 * 16;
-#pragma omp parallel for if (args.rows >= kTeamRows)
-    for (int row = 0; row < args.rows; ++row) {
+    for (int row = rows.first; row < rows.last; ++row) {
         const float *gates = args.gate_up + (int64_t)row * 2 * width, *ups = gates + width;
         float *out = args.out + (int64_t)row * width;
         for (int i = 0; i < whole; i += 16) {

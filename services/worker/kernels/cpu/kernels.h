@@ -1,16 +1,34 @@
-// What the kernels share: arguments as they come from Python (ops/cpu_kernels.py mirrors the structs), and the table of one variant.
+// What one kernel call computes, and the table of all kernels as compiled for one instruction set.
 //
-// Everything is float32 and contiguous. T tokens, Q query heads, K key-value heads, D head size.
+// Everything is float32 and contiguous. T tokens, Q query heads, K key-value heads, D head size. A call computes a part of an operation
+// (a range of rows, panels or tiles); parts of one operation may run at the same time and in any order.
 #pragma once
 
 #include <cstdint>
 
 namespace tokenloom {
 
-constexpr int kBlock = 16;       // tokens of a KV block
+constexpr int kBlock = 16;        // tokens of a KV block
 constexpr int kMaxHeadDim = 256;  // floats of a head; a multiple of 16
-constexpr int kTileRows = 32;    // (token, query head) pairs of an attention task; so at most 32 query heads share a KV head
-constexpr int kPanel = 32;       // output columns of a packed weight's panel
+constexpr int kTileRows = 32;     // (token, query head) pairs of an attention tile; so at most 32 query heads share a KV head
+constexpr int kPanel = 32;        // output columns of a packed weight's panel
+
+// From `first` to before `last`.
+struct Range {
+    int32_t first, last;
+};
+
+// Query tokens of one row that an attention call takes: as many as fit a tile, from `first` of the row on.
+struct QueryTile {
+    int32_t row, first;
+};
+
+struct Gather {
+    float *out;              // [rows, width]: out[i] = from[indices[i]]
+    const float *from;       // [any, width]
+    const int64_t *indices;  // [rows]
+    int32_t width;
+};
 
 struct Attention {
     float *out;                   // [T, Q, D]
@@ -20,7 +38,7 @@ struct Attention {
     const int32_t *query_starts;  // [R + 1]: first token of each row
     const int32_t *kv_lengths;    // [R]: tokens of the sequence up to and with this step's
     const int32_t *tables;        // [R, table_width]: block ids
-    int32_t rows, table_width, query_heads, kv_heads, head_dim;
+    int32_t table_width, query_heads, kv_heads, head_dim;
     float scale;
 };
 
@@ -29,7 +47,7 @@ struct Linear {
     const float *x;       // [rows, inputs]
     const float *panels;  // [ceil(outputs / kPanel), inputs, kPanel]; columns beyond `outputs` are zero
     const float *bias;    // [ceil(outputs / kPanel) * kPanel], or null
-    int32_t rows, outputs, inputs;
+    int32_t outputs, inputs;
 };
 
 struct AddNorm {
@@ -38,7 +56,7 @@ struct AddNorm {
     const float *x;         // [rows, width]
     const float *residual;  // [rows, width], or null
     const float *weight;    // [width]
-    int32_t rows, width;
+    int32_t width;
     float epsilon;
 };
 
@@ -50,23 +68,24 @@ struct RopeCache {
     const int64_t *cache_slots;  // [T]: block * kBlock + offset
     float *keys;                 // [blocks, K, D, kBlock]
     float *values;               // [blocks, K, kBlock, D]
-    int32_t tokens, query_heads, kv_heads, head_dim;
+    int32_t query_heads, kv_heads, head_dim;
 };
 
 struct Activation {
     float *out;            // [rows, width]
     const float *gate_up;  // [rows, 2 * width]
-    int32_t rows, width;
+    int32_t width;
 };
 
-// The kernels as compiled for one instruction set. `tasks` are triples (row, KV head, first query token of the tile).
+// The kernels as compiled for one instruction set.
 struct Variant {
     const char *name;
-    void (*attention)(const Attention &, const int32_t *tasks, int32_t count);
-    void (*linear)(const Linear &);
-    void (*add_norm)(const AddNorm &);
-    void (*rope_cache)(const RopeCache &);
-    void (*activation)(const Activation &);
+    void (*gather)(const Gather &, Range rows);
+    void (*linear)(const Linear &, Range panels, Range rows);
+    void (*add_norm)(const AddNorm &, Range rows);
+    void (*rope_cache)(const RopeCache &, Range tokens);
+    void (*attention)(const Attention &, QueryTile tile, int32_t kv_head);
+    void (*activation)(const Activation &, Range rows);
 };
 
 }  // namespace tokenloom

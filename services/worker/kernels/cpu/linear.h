@@ -20,9 +20,6 @@ constexpr int kLinearRows = 3;
 constexpr int kLinearRows = 1;
 #endif
 
-// Panels that a thread takes at a time: small enough that a thread that lost its core holds up little.
-constexpr int kPanelsAtOnce = 4;
-
 template <int N>
 TOKENLOOM_INLINE void linear_tile(const tokenloom::Linear &args, int row, int panel) {
     const int inputs = args.inputs, column = panel * kPanel;
@@ -54,15 +51,13 @@ TOKENLOOM_INLINE void linear_tile(const tokenloom::Linear &args, int row, int pa
     }
 }
 
-void linear(const tokenloom::Linear &args) {
-    const int panels = (args.outputs + kPanel - 1) / kPanel;
-#pragma omp parallel for schedule(dynamic, kPanelsAtOnce)
-    for (int panel = 0; panel < panels; ++panel) {
-        int row = 0;
-        for (; row + kLinearRows <= args.rows; row += kLinearRows) linear_tile<kLinearRows>(args, row, panel);
-        if (kLinearRows > 4 && row + 4 <= args.rows) linear_tile<4>(args, row, panel), row += 4;
-        if (kLinearRows > 2 && row + 2 <= args.rows) linear_tile<2>(args, row, panel), row += 2;
-        for (; row < args.rows; ++row) linear_tile<1>(args, row, panel);
+void linear(const tokenloom::Linear &args, tokenloom::Range panels, tokenloom::Range rows) {
+    for (int panel = panels.first; panel < panels.last; ++panel) {
+        int row = rows.first;
+        for (; row + kLinearRows <= rows.last; row += kLinearRows) linear_tile<kLinearRows>(args, row, panel);
+        if (kLinearRows > 4 && row + 4 <= rows.last) linear_tile<4>(args, row, panel), row += 4;
+        if (kLinearRows > 2 && row + 2 <= rows.last) linear_tile<2>(args, row, panel), row += 2;
+        for (; row < rows.last; ++row) linear_tile<1>(args, row, panel);
     }
 }
 

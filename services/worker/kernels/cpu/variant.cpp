@@ -1,7 +1,4 @@
 // All kernels for one instruction set: compiled once for each, with the compiler's flags for it and TOKENLOOM_ISA as its name.
-//
-// Loops are shared out over the OpenMP team that torch already keeps: the library is linked to torch's own runtime, since a second one
-// would fight with it for the cores.
 
 #include "attention.h"
 #include "elementwise.h"
@@ -13,4 +10,6 @@
 #define TOKENLOOM_STRING(text) TOKENLOOM_QUOTE(text)
 
 extern const tokenloom::Variant TOKENLOOM_SYMBOL(TOKENLOOM_ISA);
-const tokenloom::Variant TOKENLOOM_SYMBOL(TOKENLOOM_ISA) = {TOKENLOOM_STRING(TOKENLOOM_ISA), attention, linear, add_norm, rope_cache, activation};
+const tokenloom::Variant TOKENLOOM_SYMBOL(TOKENLOOM_ISA) = {
+    TOKENLOOM_STRING(TOKENLOOM_ISA), gather, linear, add_norm, rope_cache, attention, activation,
+};

@@ -1,0 +1,200 @@
+#include "program.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <new>
+
+namespace tokenloom {
+
+namespace {
+
+// Rows of a piece: few enough that pieces are short (a member that lost its core holds up only its own), enough that claiming costs nothing.
+constexpr int kRowsAtOnce = 16;
+constexpr int kLinearRowsAtOnce = 64;
+constexpr int kMostPanelsAtOnce = 4;
+// Pieces that a product should have per member, so that all of them end at about the same time.
+constexpr int kPiecesPerMember = 8;
+constexpr size_t kAlignment = 64;
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+Range part(int piece, int size, int all) { return {piece * size, std::min(all, (piece + 1) * size)}; }
+
+}  // namespace
+
+void Program::Free::operator()(float *memory) const { std::free(memory); }
+
+Program::Program(const Variant &variant, Team &team, const Instruction *instructions, int count, const Place *places, int place_count)
+    : variant_(variant),
+      team_(team),
+      instructions_(instructions, instructions + count),
+      layout_(places, places + place_count),
+      cuts_(count),
+      progress_(new Progress[count]),
+      places_(place_count) {
+    for (size_t index = 0; index < instructions_.size(); ++index) {
+        const Instruction &item = instructions_[index];
+        Cut &cut = cuts_[index];
+        if (item.kind == Kind::kEmbedding) vocabulary_ = std::min<int64_t>(vocabulary_, item.bound);
+        if (item.kind == Kind::kRopeCache) positions_ = std::min<int64_t>(positions_, item.bound);
+        if (item.kind == Kind::kRopeCache || item.kind == Kind::kAttention) blocks_ = std::min<int64_t>(blocks_, item.blocks);
+        if (item.kind == Kind::kLinear)
+            cut.panels = std::clamp(ceil_div(item.outputs, kPanel) / (kPiecesPerMember * team.size()), 1, kMostPanelsAtOnce);
+        if (item.kind != Kind::kAttention) continue;
+        const int32_t queries = kTileRows / (item.query_heads / item.kv_heads);
+        auto same = std::find_if(tilings_.begin(), tilings_.end(), [&](const Tiling &tiling) { return tiling.queries == queries; });
+        cut.tiles = static_cast<int32_t>(same - tilings_.begin());
+        if (same == tilings_.end()) tilings_.push_back({queries, {}});
+    }
+}
+
+Program::~Program() { team_.quiesce(); }
+
+const char *Program::run(const StepInputs &inputs) {
+    if (const char *what = fault(inputs)) return what;
+    inputs_ = inputs;
+    ++step_;
+    lay_out();
+    cut();
+    team_.run(*this, step_);
+    return nullptr;
+}
+
+const char *Program::fault(const StepInputs &inputs) const {
+    for (int32_t token = 0; token < inputs.tokens; ++token) {
+        if (inputs.token_ids[token] < 0 || inputs.token_ids[token] >= vocabulary_) return "a token id lies outside the vocabulary";
+        if (inputs.positions[token] < 0 || inputs.positions[token] >= positions_) return "a position lies beyond the model's";
+        if (inputs.cache_slots[token] < 0 || inputs.cache_slots[token] >= blocks_ * kBlock) return "a token's slot lies outside the cache";
+    }
+    for (int32_t index = 0; index < inputs.sampled_tokens; ++index) {
+        if (inputs.sampled[index] < 0 || inputs.sampled[index] >= inputs.tokens) return "a sampled token is not in the step";
+    }
+    if (inputs.query_starts[0] != 0 || inputs.query_starts[inputs.rows] != inputs.tokens) return "the rows are not the step's tokens";
+    for (int32_t row = 0; row < inputs.rows; ++row) {
+        if (const char *what = row_fault(inputs, row)) return what;
+    }
+    return nullptr;
+}
+
+const char *Program::row_fault(const StepInputs &inputs, int32_t row) const {
+    const int32_t tokens = inputs.query_starts[row + 1] - inputs.query_starts[row], length = inputs.kv_lengths[row];
+    if (tokens < 0 || tokens > inputs.tokens || length < tokens) return "a row is shorter than its tokens";
+    const int64_t used = (static_cast<int64_t>(length) + kBlock - 1) / kBlock;
+    if (used > inputs.table_width) return "a row has fewer blocks than it needs";
+    const int32_t *table = inputs.tables + static_cast<int64_t>(row) * inputs.table_width;
+    for (int64_t at = 0; at < used; ++at) {
+        if (table[at] < 0 || table[at] >= blocks_) return "a block lies outside the cache";
+    }
+    return nullptr;
+}
+
+// Gives each place its memory for this step; the arena grows where it must.
+void Program::lay_out() {
+    constexpr size_t line = kAlignment / sizeof(float);
+    std::vector<size_t> offsets(layout_.size(), 0);
+    size_t end = 0;
+    for (size_t place = kOutputPlace + 1; place < layout_.size(); ++place) {
+        offsets[place] = end;
+        const size_t floats = static_cast<size_t>(rows_of(layout_[place].sampled)) * layout_[place].width;
+        end += (floats + line - 1) / line * line;
+    }
+    if (end > capacity_) {
+        arena_.reset();  // first, so that both are never held at once
+        capacity_ = 0;
+        arena_.reset(static_cast<float *>(std::aligned_alloc(kAlignment, end * sizeof(float))));
+        if (!arena_) throw std::bad_alloc();
+        capacity_ = end;
+    }
+    for (size_t place = 0; place < layout_.size(); ++place) places_[place] = arena_.get() + offsets[place];
+    places_[kOutputPlace] = inputs_.out;
+}
+
+// Cuts this step's work into pieces.
+void Program::cut() {
+    for (Tiling &tiling : tilings_) {
+        tiling.tiles.clear();
+        for (int32_t row = 0; row < inputs_.rows; ++row) {
+            const int32_t tokens = inputs_.query_starts[row + 1] - inputs_.query_starts[row];
+            for (int32_t first = 0; first < tokens; first += tiling.queries) tiling.tiles.push_back({row, first});
+        }
+    }
+    for (size_t index = 0; index < instructions_.size(); ++index) {
+        const Instruction &item = instructions_[index];
+        Cut &cut = cuts_[index];
+        const int32_t rows = rows_of(item.sampled);
+        if (item.kind == Kind::kLinear) {
+            cut.across = ceil_div(rows, kLinearRowsAtOnce);
+            cut.pieces = static_cast<uint32_t>(cut.across) * ceil_div(ceil_div(item.outputs, kPanel), cut.panels);
+        } else if (item.kind == Kind::kAttention) {
+            cut.pieces = static_cast<uint32_t>(tilings_[cut.tiles].tiles.size()) * item.kv_heads;
+        } else {
+            cut.pieces = ceil_div(rows, kRowsAtOnce);
+        }
+        progress_[index].begin(step_, cut.pieces);
+    }
+}
+
+void Program::work(uint32_t step) {
+    for (size_t index = 0; index < instructions_.size(); ++index) {
+        if (!help(index, step)) return;
+    }
+}
+
+void Program::lead(uint32_t step) {
+    if (!timing_) return work(step);
+    auto before = std::chrono::steady_clock::now();
+    for (size_t index = 0; index < instructions_.size(); ++index) {
+        help(index, step);
+        const auto now = std::chrono::steady_clock::now();
+        nanoseconds_[static_cast<int>(instructions_[index].kind)] += std::chrono::nanoseconds(now - before).count();
+        before = now;
+    }
+}
+
+// Takes pieces of an instruction while there are any and waits for those of others; false: the step is over.
+bool Program::help(size_t index, uint32_t step) {
+    Progress &progress = progress_[index];
+    while (const uint32_t left = progress.claim(step)) {
+        run_piece(index, cuts_[index].pieces - left);
+        progress.finish();
+    }
+    return progress.wait(step);
+}
+
+void Program::run_piece(size_t index, uint32_t piece) const {
+    const Instruction &item = instructions_[index];
+    const Range rows = part(static_cast<int>(piece), kRowsAtOnce, rows_of(item.sampled));
+    const float *from = at(item.from);
+    float *to = at(item.to);
+    switch (item.kind) {
+        case Kind::kEmbedding:
+            return variant_.gather({to, item.weight, inputs_.token_ids, item.outputs}, rows);
+        case Kind::kGather:
+            return variant_.gather({to, from, inputs_.sampled, item.outputs}, rows);
+        case Kind::kLinear:
+            return run_linear(item, cuts_[index], piece);
+        case Kind::kAddNorm:
+            return variant_.add_norm({to, at(item.total), from, at(item.residual), item.weight, item.outputs, item.number}, rows);
+        case Kind::kRopeCache:
+            return variant_.rope_cache({to, from, item.weight, inputs_.positions, inputs_.cache_slots, item.keys, item.values,
+                                        item.query_heads, item.kv_heads, item.head_dim},
+                                       rows);
+        case Kind::kAttention:
+            return variant_.attention(
+                {to, from, item.keys, item.values, inputs_.query_starts, inputs_.kv_lengths, inputs_.tables, inputs_.table_width,
+                 item.query_heads, item.kv_heads, item.head_dim, item.number},
+                tilings_[cuts_[index].tiles].tiles[piece / item.kv_heads], static_cast<int32_t>(piece % item.kv_heads));
+        case Kind::kActivation:
+            return variant_.activation({to, from, item.outputs}, rows);
+    }
+}
+
+// Pieces of the same panels follow one another, so that a panel comes from memory once.
+void Program::run_linear(const Instruction &item, const Cut &cut, uint32_t piece) const {
+    const Range panels = part(static_cast<int>(piece) / cut.across, cut.panels, ceil_div(item.outputs, kPanel));
+    const Range rows = part(static_cast<int>(piece) % cut.across, kLinearRowsAtOnce, rows_of(item.sampled));
+    variant_.linear({at(item.to), at(item.from), item.weight, item.bias, item.outputs, item.inputs}, panels, rows);
+}
+
+}  // namespace tokenloom

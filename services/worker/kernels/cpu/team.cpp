@@ -1,0 +1,111 @@
+#include "team.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+namespace tokenloom {
+
+namespace {
+
+// Looks before a waiting thread yields its core: some 20 us, longer than a piece of work takes as a rule.
+constexpr int kSpins = 400;
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Signals are for the process's own threads: here all are blocked but those that a fault of the thread itself raises.
+class BlockedSignals {
+  public:
+    BlockedSignals() {
+        sigset_t blocked;
+        sigfillset(&blocked);
+        for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&blocked, fault);
+        pthread_sigmask(SIG_SETMASK, &blocked, &before_);
+    }
+    ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+  private:
+    sigset_t before_;
+};
+
+}  // namespace
+
+bool Progress::wait(uint32_t step) const {
+    for (int looks = 0;; ++looks) {
+        const uint64_t word = unfinished_.load(std::memory_order_acquire);
+        if (word >> 32 != step) return false;
+        if (static_cast<uint32_t>(word) == 0) return true;
+        if (looks < kSpins)
+            relax();
+        else
+            std::this_thread::yield();
+    }
+}
+
+Team::Team(int size) {
+    BlockedSignals inherited;
+    try {
+        for (int member = 1; member < size; ++member) threads_.emplace_back(&Team::serve, this);
+    } catch (...) {
+        stop();
+        throw;
+    }
+}
+
+Team::~Team() { stop(); }
+
+void Team::stop() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stopping_ = true;
+    }
+    called_.notify_all();
+    for (std::thread &thread : threads_) thread.join();
+}
+
+void Team::run(Job &job, uint32_t step) {
+    std::lock_guard<std::mutex> one_at_a_time(running_);
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        job_ = &job;
+        step_ = step;
+        ++calls_;
+    }
+    called_.notify_all();
+    job.lead(step);
+    std::lock_guard<std::mutex> lock(mutex_);
+    job_ = nullptr;  // who comes now is too late
+}
+
+void Team::quiesce() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    left_.wait(lock, [this] { return inside_ == 0; });
+}
+
+void Team::serve() {
+#if defined(__linux__)
+    pthread_setname_np(pthread_self(), "tokenloom-cpu");
+#endif
+    uint64_t answered = 0;
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+        called_.wait(lock, [&] { return stopping_ || calls_ != answered; });
+        if (stopping_) return;
+        answered = calls_;
+        Job *job = job_;
+        const uint32_t step = step_;
+        if (job == nullptr) continue;
+        ++inside_;
+        lock.unlock();
+        job->work(step);
+        lock.lock();
+        if (--inside_ == 0) left_.notify_all();
+    }
+}
+
+}  // namespace tokenloom

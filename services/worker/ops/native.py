@@ -1,0 +1,190 @@
+"""The C++ library as Python sees it: teams of threads, and programs that they run. ctypes lets go of the interpreter's lock during a call.
+
+Whoever holds an address owns what lies there: a Program keeps its team, its library and every tensor that its instructions point at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from libs.errors import ErrorCode, TokenloomError
+from services.worker.ops.base import StepInputs
+from services.worker.ops.places import Plan, plan_places
+from services.worker.ops.recording import Instruction, Kind, Recording, Rows, Value
+
+# Forces a variant ("avx512", "avx2", "generic"); for tests and for comparing machines.
+VARIANT_ENV = "TOKENLOOM_CPU_ISA"
+_NO_PLACE = -1
+_DONE, _NO_MEMORY = 0, 1
+
+
+class _Instruction(ctypes.Structure):
+    """Mirrors Instruction of program.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "keys", "values")),
+        *((name, ctypes.c_int32) for name in ("kind", "sampled", "source", "residual", "to", "total", "inputs", "outputs", "bound")),
+        *((name, ctypes.c_int32) for name in ("blocks", "query_heads", "kv_heads", "head_dim")),
+        ("number", ctypes.c_float),
+    ]
+
+
+class _Place(ctypes.Structure):
+    """Mirrors Place of program.h."""
+
+    _fields_ = [("width", ctypes.c_int32), ("sampled", ctypes.c_int32)]
+
+
+class _StepInputs(ctypes.Structure):
+    """Mirrors StepInputs of program.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "cache_slots", "query_starts", "kv_lengths", "tables")),
+        *((name, ctypes.c_void_p) for name in ("picked", "out")),
+        *((name, ctypes.c_int32) for name in ("tokens", "rows", "sampled_tokens", "table_width")),
+    ]
+
+
+class CpuLibrary:
+    """The loaded library; `variant` names the instruction set that was chosen."""
+
+    def __init__(self, path: Path, variant: str | None = None) -> None:
+        """Loads `path` and takes `variant` (default: VARIANT_ENV, else the best this CPU has). Raises TokenloomError(UNSUPPORTED)."""
+        self.calls = ctypes.CDLL(str(path))
+        for name in ("tokenloom_variant", "tokenloom_team_create", "tokenloom_program_create"):
+            getattr(self.calls, name).restype = ctypes.c_void_p
+        self.calls.tokenloom_variant_name.restype = ctypes.c_char_p
+        wanted = os.environ.get(VARIANT_ENV, "") if variant is None else variant
+        self.handle = ctypes.c_void_p(self.calls.tokenloom_variant(wanted.encode()))
+        if not self.handle:
+            raise TokenloomError(ErrorCode.UNSUPPORTED, f"this CPU or build has no kernels for {wanted}")
+        self.variant: str = self.calls.tokenloom_variant_name(self.handle).decode()
+
+
+class Team:
+    """`size` threads that compute a step together, the caller's among them; the others sleep between steps.
+
+    They end with the object. At the end of the process they are left alone: they hold nothing that must be put in order.
+    """
+
+    def __init__(self, library: CpuLibrary, size: int) -> None:
+        """Starts the threads. Raises TokenloomError(CANNOT_FIT) when the system gives no more of them."""
+        self.size = size
+        self.handle = ctypes.c_void_p(library.calls.tokenloom_team_create(size))
+        if not self.handle:
+            raise TokenloomError(ErrorCode.CANNOT_FIT, f"the system gives no {size} threads: lower --threads")
+        weakref.finalize(self, library.calls.tokenloom_team_destroy, self.handle).atexit = False
+
+
+class Program:
+    """A recorded model: a function from a step's inputs to its result, float32 [rows, width]. For one thread at a time."""
+
+    def __init__(self, library: CpuLibrary, team: Team, recording: Recording, result: Value, max_tokens: int) -> None:
+        """Lays the values out and hands all over to the library. Raises MemoryError."""
+        plan = plan_places(recording.instructions, result)
+        # What the instructions' addresses point at, and what must not end before the program does.
+        self._owned = (library, team, tuple(recording.instructions))
+        self._calls = library.calls
+        self._max_tokens = max_tokens
+        self._result = result
+        self._out = torch.empty(0, result.width)
+        instructions = (_Instruction * len(recording.instructions))(*(_mirror(item, plan) for item in recording.instructions))
+        places = (_Place * len(plan.places))(*(_Place(place.width, place.rows) for place in plan.places))
+        self._handle = ctypes.c_void_p(
+            library.calls.tokenloom_program_create(library.handle, team.handle, instructions, len(instructions), places, len(places))
+        )
+        if not self._handle:
+            raise MemoryError("no memory for a program")
+        # With the team as an argument, so that it ends after the program.
+        weakref.finalize(self, _destroy, library, team, self._handle).atexit = False
+
+    def __call__(self, inputs: StepInputs) -> torch.Tensor:
+        """Runs one step; the result is valid until the next. Raises MemoryError, and ValueError for inputs that cannot be."""
+        tokens, rows, picked = inputs.token_ids.shape[0], inputs.kv_lengths.shape[0], inputs.sampled.shape[0]
+        if tokens > self._max_tokens:
+            raise ValueError(f"a step of {tokens} tokens; the program takes {self._max_tokens}")
+        out = self._output(picked if self._result.rows is Rows.SAMPLED else tokens)
+        step = _StepInputs(
+            _at(inputs.token_ids, torch.int64, (tokens,)),
+            _at(inputs.positions, torch.int64, (tokens,)),
+            _at(inputs.cache_slots, torch.int64, (tokens,)),
+            _at(inputs.query_starts, torch.int32, (rows + 1,)),
+            _at(inputs.kv_lengths, torch.int32, (rows,)),
+            _at(inputs.block_tables, torch.int32, (rows, inputs.block_tables.shape[1])),
+            _at(inputs.sampled, torch.int64, (picked,)),
+            out.data_ptr(),
+            tokens,
+            rows,
+            picked,
+            inputs.block_tables.shape[1],
+        )
+        fault = ctypes.c_char_p()
+        outcome = self._calls.tokenloom_program_run(self._handle, ctypes.byref(step), ctypes.byref(fault))
+        if outcome == _NO_MEMORY:
+            raise MemoryError(f"no memory for the activations of {tokens} tokens")
+        if outcome != _DONE:
+            raise ValueError(f"the step's inputs cannot be: {(fault.value or b'').decode()}")
+        return out
+
+    def start_timing(self) -> None:
+        """Notes, from now on, how long each kind of instruction takes the calling thread, waiting for the others included."""
+        self._calls.tokenloom_program_start_timing(self._handle)
+
+    def timing(self) -> dict[Kind, int]:
+        """Nanoseconds by kind since `start_timing`."""
+        nanoseconds = (ctypes.c_int64 * len(Kind))()
+        self._calls.tokenloom_program_timing(self._handle, nanoseconds)
+        return dict(zip(Kind, nanoseconds, strict=True))
+
+    def _output(self, rows: int) -> torch.Tensor:
+        """Memory for `rows` rows of the result: the same in each step, for fresh pages cost more than a small step's head."""
+        if rows > self._out.shape[0]:
+            self._out = torch.empty(rows, self._result.width)
+        return self._out[:rows]
+
+
+def _destroy(library: CpuLibrary, team: Team, handle: ctypes.c_void_p) -> None:
+    library.calls.tokenloom_program_destroy(handle)
+
+
+def _mirror(item: Instruction, plan: Plan) -> _Instruction:
+    def place(value: Value | None) -> int:
+        return _NO_PLACE if value is None else plan.place_of[value]
+
+    def address(tensor: torch.Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    cache, heads = item.cache, item.heads
+    return _Instruction(
+        address(item.weight),
+        address(item.bias),
+        address(None if cache is None else cache.keys),
+        address(None if cache is None else cache.values),
+        item.kind,
+        item.to.rows,
+        place(item.source),
+        place(item.residual),
+        place(item.to),
+        place(item.total),
+        0 if item.source is None else item.source.width,
+        item.to.width,
+        0 if item.weight is None else item.weight.shape[0],
+        0 if cache is None else cache.keys.shape[0],
+        0 if heads is None else heads.query_heads,
+        0 if heads is None else heads.kv_heads,
+        0 if heads is None else heads.head_dim,
+        item.number,
+    )
+
+
+def _at(tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """The tensor's address. Raises ValueError when it is not what the library reads there."""
+    if tensor.dtype is not dtype or tensor.shape != tuple(shape) or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(f"an input of type {tensor.dtype} and shape {tuple(tensor.shape)} where {dtype} {tuple(shape)} is wanted")
+    return tensor.data_ptr()

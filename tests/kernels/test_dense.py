@@ -1,0 +1,82 @@
+"""Products, norm and activation as programs, against the reference, and against themselves in other batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.worker.ops.cpu import CpuOps
+from tests.kernels.support import REFERENCE, apply, one_row_each, randn
+
+
+@pytest.mark.parametrize("shape", [(32, 16), (96, 576), (100, 33), (1, 5), (272, 64)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_are_right_for_any_number_of_rows(ops: CpuOps, shape: tuple[int, int], with_bias: bool):
+    weight, bias = randn(*shape, seed=1), randn(shape[0], seed=2) if with_bias else None
+    packed = ops.pack_linear(weight, bias)
+    for rows in (1, 2, 3, 7, 8, 9, 31, 70):
+        x = randn(rows, shape[1], seed=3)
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        actual = apply(ops, lambda ops, value: ops.linear(value, packed), x)
+        torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_row_of_a_product_is_bit_identical_whatever_the_number_of_rows(ops: CpuOps):
+    x, packed = randn(200, 576, seed=4), ops.pack_linear(randn(320, 576, seed=5), None)
+    whole = apply(ops, lambda ops, value: ops.linear(value, packed), x)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 33, 63, 64, 65, 100, 199):
+        assert torch.equal(apply(ops, lambda ops, value: ops.linear(value, packed), x[:rows].contiguous()), whole[:rows])
+    assert torch.equal(apply(ops, lambda ops, value: ops.linear(value, packed), x[57:58].contiguous())[0], whole[57])
+
+
+@pytest.mark.parametrize("sampled", [[2, 8], [5, 5, 0], []], ids=str)
+def test_logits_are_those_of_the_tokens_asked_for(ops: CpuOps, sampled: list[int]):
+    x, weight = randn(9, 64), randn(50, 64, seed=1)
+    packed = ops.pack_linear(weight, None)
+    step = ops.bind(lambda inputs, cache: ops.head(ops.embedding(inputs.token_ids, x), inputs.sampled, packed), [], 9)
+    inputs = one_row_each(9)
+    object.__setattr__(inputs, "sampled", torch.tensor(sampled, dtype=torch.int64))
+    expected = REFERENCE.head(x, inputs.sampled, REFERENCE.pack_linear(weight, None))
+    torch.testing.assert_close(step(inputs), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 576), (70, 100), (3, 7)])
+def test_norms_match_the_reference(ops: CpuOps, rows: int, width: int):
+    x, weight = randn(rows, width, seed=6), randn(width, seed=8)
+    expected, _ = REFERENCE.add_norm(x, None, weight, 1e-5)
+    actual = apply(ops, lambda ops, value: ops.add_norm(value, None, weight, 1e-5)[0], x)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 576), (70, 100), (3, 7)])
+def test_norms_of_sums_match_the_reference_and_give_the_sum(ops: CpuOps, rows: int, width: int):
+    x, residual, weight = randn(rows, width, seed=6), randn(rows, width, seed=7), randn(width, seed=8)
+    expected, sums = REFERENCE.add_norm(x, residual, weight, 1e-5)
+    results = []
+    for part in range(2):
+        step = ops.bind(
+            lambda inputs, cache, part=part: ops.add_norm(
+                ops.embedding(inputs.token_ids, x), ops.embedding(inputs.token_ids, residual), weight, 1e-5
+            )[part],
+            [],
+            rows,
+        )
+        results.append(step(one_row_each(rows)).clone())
+    torch.testing.assert_close(results[0], expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(results[1], sums)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 1536), (70, 100), (2, 7)])
+def test_activations_match_the_reference_at_both_ends(ops: CpuOps, rows: int, width: int):
+    gate_up = randn(rows, 2 * width, seed=9) * 6
+    gate_up[0, 0], gate_up[0, 1] = 200.0, -200.0
+    actual = apply(ops, lambda ops, value: ops.gated_activation(value), gate_up)
+    torch.testing.assert_close(actual, REFERENCE.gated_activation(gate_up), atol=1e-6, rtol=2e-6)
+
+
+def test_what_is_not_finite_stays_so_and_keeps_to_its_row(ops: CpuOps):
+    x, packed = randn(6, 32, seed=1), ops.pack_linear(randn(40, 32, seed=2), None)
+    x[2, 7], x[4, 3] = float("nan"), float("inf")
+    norm = torch.ones(32)
+    result = apply(ops, lambda ops, value: ops.linear(ops.add_norm(value, None, norm, 1e-5)[0], packed), x)
+    assert torch.isfinite(result).all(dim=1).tolist() == [True, True, False, True, False, True]
