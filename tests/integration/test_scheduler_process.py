@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from libs.errors import ErrorCode
 from libs.rpc import connect
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.server import run
+from services.scheduler.server import SchedulerProcess, run
 from tests.support.scheduler_mesh import SchedulerMesh, params
 from tokenloom.common.v1 import common_pb2
 
@@ -121,6 +121,30 @@ async def test_two_schedulers_of_one_store_have_different_tokens(tmp_path: Path)
     store = str(tmp_path / "store.db")
     async with SchedulerMesh(tmp_path / "a", store=store) as first, SchedulerMesh(tmp_path / "b", store=store) as second:
         assert first.engine.fencing_token < second.engine.fencing_token
+
+
+async def test_the_process_hears_of_every_ledger_that_is_made(tmp_path: Path):
+    made: list[int] = []
+    mesh = SchedulerMesh(tmp_path)
+    mesh.process = SchedulerProcess(mesh.config, mesh.process.tracer, lambda: made.append(len(mesh.state.groups)))
+    async with mesh:
+        worker = await mesh.worker()
+        await (await mesh.session()).ready()
+        await worker.stop()
+        await mesh.until(lambda: not mesh.state.groups)
+        await mesh.worker()
+        await mesh.until(lambda: mesh.state.groups)
+    assert made == [1, 1]
+
+
+def test_what_is_alive_at_an_attach_is_out_of_the_collectors_sight():
+    code = (
+        "import gc; from services.scheduler.core.ledger import BlockLedger; from services.scheduler.server import _freeze_heap; "
+        "ledger = BlockLedger(1000); _freeze_heap(); "
+        "print(gc.get_freeze_count() > 1000, any(each is ledger._blocks[0] for each in gc.get_objects()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
 
 
 def test_torch_is_not_imported():
