@@ -108,13 +108,12 @@ class Windows:
             use.sequences.add(sequences)
             use.tokens.add(tokens)
 
-    def end_interval(self) -> list[int]:
-        """Splits by what was live in this interval and the last. Returns those whose share has changed materially."""
-        changed = self._split_anew()
+    def end_interval(self) -> None:
+        """Splits by what was live in this interval and the last."""
+        self._split_anew()
         for use in self._sessions.values():
             use.sequences.roll()
             use.tokens.roll()
-        return changed
 
     def share(self, session: int) -> Share:
         """The session's share as of the last split; nothing for one that is closed."""

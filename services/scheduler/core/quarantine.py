@@ -7,7 +7,7 @@ times without progress, is poison: an operator's kill -9 must not end the reques
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from services.scheduler.core.request import Request
 
@@ -15,16 +15,16 @@ CRASHES_ALONE = 3
 
 
 class Quarantine:
-    """Sets of suspects; the first is the one that may run."""
+    """Sets of suspects, each in order; the first is the one that may run. By halving there are few sets, however many suspects."""
 
     def __init__(self) -> None:
-        self._sets: list[list[Request]] = []
+        self._sets: list[dict[Request, None]] = []
         self._group = ""
 
     @property
-    def suspects(self) -> Sequence[Request]:
+    def suspects(self) -> Collection[Request]:
         """The suspects whose turn it is."""
-        return self._sets[0] if self._sets else ()
+        return self._sets[0].keys() if self._sets else ()
 
     def isolates(self, group: str, groups: Iterable[str]) -> bool:
         """Whether `group` is the one of `groups` (those that can hold the suspects whose turn it is; none: nobody) that runs them, and
@@ -35,7 +35,7 @@ class Quarantine:
         """Whether the request may stand in the next batch of a group that is isolated or not."""
         if not self._sets:
             return True
-        return request in self.suspects if isolated else not any(request in suspects for suspects in self._sets)
+        return request in self._sets[0] if isolated else not any(request in suspects for suspects in self._sets)
 
     def accuse(self, suspects: Iterable[Request], group: str) -> Request | None:
         """A batch of `suspects` failed on `group`. Returns the poison request if one is convicted."""
@@ -47,10 +47,10 @@ class Quarantine:
             accused[0].crashes += 1
             if accused[0].crashes >= CRASHES_ALONE:
                 return accused[0]
-            self._sets.insert(0, accused)
+            self._sets.insert(0, dict.fromkeys(accused))
         elif accused:
             half = (len(accused) + 1) // 2
-            self._sets[:0] = [accused[:half], accused[half:]]
+            self._sets[:0] = [dict.fromkeys(accused[:half]), dict.fromkeys(accused[half:])]
         return None
 
     def clear(self, requests: Iterable[Request]) -> None:
@@ -62,5 +62,9 @@ class Quarantine:
 
     def discard(self, request: Request) -> None:
         """Forgets a request (it is innocent, or has ended)."""
-        if self._sets:
-            self._sets = [kept for suspects in self._sets if (kept := [other for other in suspects if other is not request])]
+        for suspects in self._sets:
+            if request in suspects:
+                del suspects[request]
+                if not suspects:
+                    self._sets.remove(suspects)
+                return

@@ -100,6 +100,9 @@ class Group:
         used = [residency.slot for residency in residencies]
         if len(set(used + self.free_slots)) != len(used) + len(self.free_slots):
             raise ValueError("a slot is used twice")
+        ranks = [residency.rank for residency in residencies]
+        if ranks != sorted(ranks):
+            raise ValueError(f"running requests stand out of their order: {ranks}")
 
 
 @dataclass(slots=True)

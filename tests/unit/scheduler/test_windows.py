@@ -151,12 +151,13 @@ class TestDemand:
         windows.add(0, -1, -10)
         assert windows.share(1) == Share(100, 0)
 
-    def test_only_material_changes_are_told(self):
-        windows = opened(2, 1000)
-        windows.add(0, 5, 0)
-        assert windows.end_interval() == []
-        windows.add(0, 400, 0)
-        assert windows.end_interval() == [0, 1]
+    def test_only_material_changes_are_told_when_a_session_comes_or_goes(self):
+        windows = opened(20, 1000)
+        assert windows.open(20) == [20]
+        assert windows.close(20) == []
+        for session in range(17):
+            windows.close(session)
+        assert windows.close(17) == [18, 19]
 
     @given(st.lists(st.tuples(st.sampled_from(["open", "close", "add", "remove", "tick"]), st.integers(0, 7), st.integers(1, 300))))
     def test_whatever_happens_the_shares_stay_within_the_bounds(self, events: list[tuple[str, int, int]]):

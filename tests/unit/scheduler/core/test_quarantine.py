@@ -117,3 +117,15 @@ def test_nobody_is_ever_in_two_sets(accusations: list[set[int]]):
         members = [request for suspects in quarantine._sets for request in suspects]
         assert len(members) == len(set(members))
         assert all(quarantine._sets)
+
+
+def test_among_thousands_of_suspects_there_are_few_sets():
+    quarantine, everyone = Quarantine(), requests(2048)
+    quarantine.accuse(everyone, "g")
+    while len(quarantine.suspects) > 1:
+        quarantine.accuse(quarantine.suspects, "g")
+    assert len(quarantine._sets) == 12
+    assert quarantine.may_run(everyone[0], isolated=True)
+    assert not any(quarantine.may_run(request, isolated=False) for request in everyone)
+    quarantine.clear(everyone)
+    assert not quarantine.suspects

@@ -304,6 +304,16 @@ class TestCheckCatches:
         with pytest.raises(ValueError, match="slot"):
             state.check()
 
+    def test_running_requests_out_of_their_order(self):
+        state = make_state()
+        group = add_group(state)
+        submit(state, [1])
+        submit(state, [2])
+        step(state, group)
+        group.running.reverse()
+        with pytest.raises(ValueError, match="out of their order"):
+            state.check()
+
     def test_a_block_that_leaked(self):
         state = make_state()
         group = add_group(state)
