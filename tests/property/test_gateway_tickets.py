@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -12,6 +13,7 @@ from libs.packing import count_ids, pack_ids
 from services.gateway.tickets import CancelReason, FinishReason, Ticket, TicketBook, TicketState
 from tokenloom.scheduler.v1 import scheduler_pb2
 
+pytestmark = pytest.mark.composes("session loss", "cancel")
 TRUTH = list(range(1000, 1064))
 SECOND = 1_000_000_000
 
