@@ -83,7 +83,7 @@ class _Session:
 
 
 class Windows:
-    """The sessions' uses and shares. All methods but `share` and `add` are O(sessions log sessions)."""
+    """The sessions' uses and shares. All methods but `add`, `share` and `is_short` are O(sessions log sessions)."""
 
     def __init__(self, max_sequences: int, max_tokens: int) -> None:
         """`max_tokens` 0: tokens are not bounded."""
@@ -107,6 +107,17 @@ class Windows:
         if use is not None:
             use.sequences.add(sequences)
             use.tokens.add(tokens)
+
+    def is_short(self, session: int) -> bool:
+        """Whether the session has three quarters of its share live, and may soon be refused what the bound would allow."""
+        use, share = self._sessions.get(session), self.share(session)
+        if use is None:
+            return False
+        return use.sequences.now * 4 >= share.sequences * 3 or (share.tokens > 0 and use.tokens.now * 4 >= share.tokens * 3)
+
+    def widen(self) -> list[int]:
+        """Splits within an interval, by what was live so far. Returns those whose share has changed materially."""
+        return self._split_anew()
 
     def end_interval(self) -> None:
         """Splits by what was live in this interval and the last."""
