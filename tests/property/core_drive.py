@@ -20,7 +20,9 @@ from tests.support.core_world import OUT_OF_MEMORY, World
 from tokenloom.worker.v1 import worker_pb2
 
 EVENTS_PER_EPISODE = 400
-_EDGES = [1, 2, 15, 16, 17, 18, 31, 32, 33, 47, 48, 49, 64, 65, 80, 95, 96]
+# Lengths of prompts around the edges of blocks; episodes of short ones have many requests that grow beside each other.
+_SHORT = [1, 2, 15, 16, 17, 18, 31, 32, 33]
+_LONG = [*_SHORT, 47, 48, 49, 64, 65, 80, 95, 96]
 _ROWS = [
     worker_pb2.ROW_OUTCOME_FAILED,
     worker_pb2.ROW_OUTCOME_NON_FINITE,
@@ -34,17 +36,17 @@ _REASONS = [CancelReason.CLIENT_DISCONNECTED, CancelReason.TIMEOUT, CancelReason
 def draw_shape(rng: random.Random) -> Shape:
     """A small world; every switch in either position, sizes at which everything is scarce."""
     return Shape(
-        groups=rng.choice([1, 1, 2, 3]),
-        blocks=tuple(rng.choice([3, 6, 6, 7, 8, 10, 12, 20]) for _ in range(3)),
-        slots=rng.choice([1, 3, 4, 6]),
+        groups=rng.choice([1, 1, 1, 2, 3]),
+        blocks=tuple(rng.choice([3, 6, 6, 7, 8, 9, 10, 16]) for _ in range(3)),
+        slots=rng.choice([1, 3, 6, 6]),
         sequences=rng.choice([1, 3, 6, 6]),
-        budget=rng.choice([3, 16, 17, 33, 48, 128, 128]),
-        in_flight=rng.choice([1, 2, 2, 3]),
+        budget=rng.choice([3, 17, 33, 48, 128, 128]),
+        in_flight=rng.choice([1, 2, 3, 3]),
         distance=rng.choice([1, 1, 2]),
         caching=rng.random() < 0.8,
         chunked=rng.random() < 0.8,
         most_live=rng.choice([4, 12, 24]),
-        policy=rng.choice(["fcfs", "fcfs", "priority"]),
+        policy=rng.choice(["fcfs", "priority"]),
     )
 
 
@@ -54,27 +56,30 @@ class Episode:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.world = World(draw_shape(rng))
+        self._poison = rng.choice([0, 0, 0, 0.03])
+        self._lengths, self._heads = rng.choice([_SHORT, _SHORT, _LONG]), rng.choice([1, 3])
         self._events: list[Callable[[], None]] = []
         self._weights: list[float] = []
         for event, weight, optional in self._kinds():
             self._events.append(event)
-            self._weights.append(weight * (rng.choice([0, 0.3, 1, 1, 3]) if optional else rng.choice([0.5, 1, 2])))
+            self._weights.append(weight * (rng.choice([0, 0, 0.3, 1, 3]) if optional else rng.choice([0.5, 1, 2])))
 
     def _kinds(self) -> list[tuple[Callable[[], None], float, bool]]:
         world, pick = self.world, self._pick
         return [
             (self._submit, 6, False),
-            (lambda: world.dispatch(pick()), 25, False),
+            (lambda: world.dispatch(pick()), 40, False),
             (lambda: world.run(pick()), 20, False),
             (lambda: world.hear(pick()), 20, False),
             (lambda: world.hear_old(pick()), 3, True),
             (lambda: world.hear_early(pick()), 2, True),
-            (lambda: world.run(pick(), fail=True), 0.7, True),
-            (lambda: world.run(pick(), fail=True, error=OUT_OF_MEMORY), 0.5, True),
-            (lambda: world.run(pick(), refuse=True), 0.5, True),
+            (lambda: world.run(pick(), fail=True), 0.4, True),
+            (lambda: world.run(pick(), fail=True, error=OUT_OF_MEMORY), 0.4, True),
+            (lambda: world.run(pick(), refuse=True), 0.4, True),
             (lambda: world.run(pick(), garble=True), 0.2, True),
+            (lambda: world.run(pick(), overdo=True), 0.2, True),
             (lambda: world.run(pick(), row=pick(), outcome=self._rng.choice(_ROWS)), 2, True),
-            (lambda: world.lose(pick(), crashed=self._rng.random() < 0.5), 0.5, True),
+            (lambda: world.lose(pick(), crashed=self._rng.random() < 0.5), 0.4, True),
             (world.attach, 6, False),
             (lambda: world.cancel(pick(), self._rng.choice(_REASONS)), 3, True),
             (lambda: world.lose_session(pick(), self._rng.choice([0, 0, 1, 5])), 0.4, True),
@@ -92,11 +97,11 @@ class Episode:
             max_tokens=max_tokens,
             min_tokens=min(max_tokens, rng.choice([0, 0, 3, 40])),
             seed=rng.randrange(3),
-            ignore_eos=rng.random() < 0.5,
-            stop=tuple(rng.choice([(), (), ("a",), ("bc", "zz")])),
+            ignore_eos=rng.random() < 0.8,
+            stop=tuple(rng.choice([(), (), (), (), ("a",), ("bc", "zz")])),
         )
         self.world.submit(
-            block_edge_prompt(rng.randint(1, 3), rng.choice([*_EDGES[:-1], *_EDGES])),
+            block_edge_prompt(rng.randint(1, self._heads), rng.choice(self._lengths)),
             params,
             gateway=rng.randrange(2),
             deadline=rng.randint(1, 200) if rng.random() < 0.2 else None,
@@ -105,6 +110,7 @@ class Episode:
             resumed=rng.choice([0, 0, 0, 2, 20]),
             priority=rng.randint(-1, 2),
             choices=rng.choice([1, 1, 1, 1, 3]),
+            poison=rng.random() < self._poison,
         )
 
     def run(self, events: int) -> None:

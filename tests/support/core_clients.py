@@ -18,8 +18,8 @@ class Client:
     """What it must get, what it has, which endings it may see and which one it saw.
 
     `request`: the current attempt; `waits_for`: its parent, until that one's prompt is computed or it has ended. `names`: its blocks',
-    outputs included. `may_fail`: errors that the worker's answers give a reason for.
-    `crashes`: failed batches that this attempt stood in. `over`: its ending came; `lost`: its session broke, nobody holds it.
+    outputs included. `may_fail`: errors that the worker's answers give a reason for. `crashes`: batches of this attempt that failed since
+    one of them succeeded; `poison`: all will. `over`: its ending came; `lost`: its session broke, nobody holds it.
     """
 
     submit: scheduler_pb2.Submit
@@ -35,6 +35,7 @@ class Client:
     may_complete: bool = False
     may_fail: set[ErrorCode] = field(default_factory=set)
     crashes: int = 0
+    poison: bool = False
     over: bool = False
     lost: bool = False
 

@@ -17,7 +17,7 @@ from libs.sampling import SamplingParams
 from services.scheduler.convert import SubmitRules, from_result, to_batch, to_request
 from services.scheduler.core.apply import apply, lose_group
 from services.scheduler.core.naming import private_names
-from services.scheduler.core.plan import Effects, StepOutcome, StepPlan
+from services.scheduler.core.plan import BatchOutcome, Effects, StepOutcome, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import CancelReason, Ending, Request, RequestKey, WaitReason
@@ -59,6 +59,8 @@ class World:
         self.names = [f"g{number}" for number in range(shape.groups)]
         self.rigs: dict[str, Rig] = {}
         self.clients: dict[RequestKey, Client] = {}
+        # More requests were lost at once than the core remembers counts for.
+        self._overflowed = False
         self.stale: deque[tuple[str, StepOutcome]] = deque(maxlen=100)
         self.seen: Counter[str] = Counter()
         self.tally = Tally()
@@ -81,9 +83,10 @@ class World:
         resumed: int = 0,
         priority: int = 0,
         choices: int = 1,
+        poison: bool = False,
     ) -> None:
         """A request of so many choices arrives; `resumed`: with so many output tokens (never all) that its client has from an earlier
-        scheduler. `priority` counts in worlds whose policy knows it."""
+        scheduler. `priority` counts in worlds whose policy knows it. `poison`: every batch that the first choice stands in fails."""
         submit = scheduler_pb2.Submit(prompt_ids=pack_ids(prompt), priority=priority if self.rules.priorities else 0)
         if cacheable:
             submit.block_hashes = b"".join(block_hashes(prompt, salt))
@@ -99,6 +102,7 @@ class World:
             copy = scheduler_pb2.Submit.FromString(submit.SerializeToString())
             client = Client(copy, GATEWAYS[gateway % len(GATEWAYS)], list(prompt), want, salt)
             client.got = want[:-1][:resumed]
+            client.poison = poison and not index
             client.submit.attempt = int(bool(client.got))
             self._hand_over(client)
 
@@ -125,7 +129,8 @@ class World:
             client.lost, client.over = False, True
             self.check()
             return
-        self.tally.accept(request, self.clients.get(request.key))
+        self._overflowed |= sum(client.lost for client in self.clients.values()) > self.shape.most_live
+        self.tally.accept(request, self.clients.get(request.key), may_forget=self._overflowed)
         client.begin(request)
         client.look_at_parent(self.state.requests.get(request.parent) if request.parent else None)
         self.clients[request.key] = client
@@ -212,12 +217,15 @@ class World:
         outcome: int = worker_pb2.ROW_OUTCOME_NOT_RUN,
         error: TokenloomError | None = None,
         garble: bool = False,
+        overdo: bool = False,
     ) -> None:
-        """A worker runs its next batch, as well as ModelWorker's arguments say. `garble`: its answer does not fit the batch."""
+        """A worker runs its next batch, as well as ModelWorker's arguments say. `garble`: its answer does not fit the batch; `overdo`: it
+        has a token too many for the first row. A batch with a poison request fails."""
         rig = self.pick(number)
         if rig is None or not rig.sent:
             return
         step, batch = rig.sent.popleft()
+        fail |= any(self.clients[planned.request.key].poison for planned in step.rows)
         result = rig.worker.run(batch, fail=fail, refuse=refuse, spoil=row, outcome=outcome, error=error)
         ran = result.outcome == worker_pb2.BATCH_OUTCOME_OK
         if garble and ran and step.rows:
@@ -230,15 +238,21 @@ class World:
             self.seen[f"row {worker_pb2.RowOutcome.Name(row_outcome)}"] += 1
         if not ran or garble:
             self.seen["garbled" if ran else f"batch {worker_pb2.BatchOutcome.Name(result.outcome)}"] += 1
-            self._crash(step)
         self.seen["out of memory"] += error is not None and fail
-        rig.answers.append(from_result(result))
+        answer = from_result(result)
+        if overdo and ran and step.rows:
+            answer = replace(answer, tokens=[[*answer.tokens[0], 1], *answer.tokens[1:]])
+            self.clients[step.rows[0].request.key].may_fail.add(ErrorCode.PROTOCOL_VIOLATION)
+            self.seen["overdone"] += 1
+        rig.answers.append(answer)
         self.check()
 
-    def _crash(self, step: StepPlan) -> None:
+    def _blame(self, step: StepPlan, *, failed: bool) -> None:
+        """Counts how often in a row batches of each request have failed."""
         for planned in step.rows:
             client = self.clients[planned.request.key]
-            client.crashes += client.request is planned.request
+            if client.request is planned.request:
+                client.crashes = client.crashes + 1 if failed else 0
 
     def hear(self, number: int) -> None:
         """A worker's oldest answer arrives."""
@@ -246,6 +260,9 @@ class World:
         if rig is not None and rig.answers:
             answer = rig.answers.popleft()
             self.stale.append((rig.group.name, answer))
+            head = rig.group.in_flight[0]
+            if not rig.group.broken and answer.outcome is not BatchOutcome.NOT_RUN:
+                self._blame(head, failed=answer.outcome is BatchOutcome.FAILED or len(answer.rows) != len(head.rows))
             self._take(apply(self.state, rig.group, answer, self.now))
             self.seen["hear"] += 1
             self.check()
@@ -285,7 +302,7 @@ class World:
         if rig is None:
             return
         if crashed and rig.group.in_flight:
-            self._crash(rig.group.in_flight[0])
+            self._blame(rig.group.in_flight[0], failed=True)
         self.stale.extend((rig.group.name, answer) for answer in rig.answers)
         self.stale.extend((rig.group.name, from_result(rig.worker.run(batch))) for _, batch in rig.sent)
         del self.rigs[rig.group.name]
@@ -410,6 +427,7 @@ class World:
 
     def _turn(self) -> None:
         for number in range(len(self.rigs)):
-            self.dispatch(number)
+            for _ in range(self.shape.in_flight):
+                self.dispatch(number)
             self.run(number)
             self.hear(number)
