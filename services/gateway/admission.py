@@ -49,13 +49,13 @@ class Admission:
     def admit(self, window: Window, estimates: Sequence[int]) -> list[Lease]:
         """Takes a place for each estimate (tokens), or for none.
 
-        Raises TokenloomError OVER_WINDOW when they do not fit. A gateway with nothing outstanding may always submit one sequence,
-        or a prompt longer than the window would never run.
+        Raises TokenloomError OVER_WINDOW when they do not fit. Through an open window a gateway with nothing outstanding may always
+        submit one whole request, or one that is larger than an idle gateway's part would never run; the scheduler's bound still holds.
         """
         sequences, tokens = self.sequences + len(estimates), self.tokens + sum(estimates)
-        if sequences > window.max_outstanding:
+        if sequences > window.max_outstanding and (self.sequences or not window.max_outstanding):
             raise _over(f"{self.sequences} sequences are running or waiting; {len(estimates)} more exceed {window.max_outstanding}")
-        if tokens > window.max_outstanding_tokens and sequences > 1:
+        if tokens > window.max_outstanding_tokens and self.sequences:
             raise _over(f"{self.tokens} tokens are running or waiting; {sum(estimates)} more exceed {window.max_outstanding_tokens}")
         return [Lease(self, estimate) for estimate in estimates]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import pytest_asyncio
 
@@ -15,6 +17,7 @@ from tests.support.gateway_fakes import (
     FakeTokenizer,
     ids_of,
     say,
+    silence,
 )
 from tests.support.gateway_process import running_gateway, until
 from tokenloom.common.v1 import common_pb2
@@ -320,12 +323,17 @@ async def test_a_parameter_that_the_scheduler_names_is_kept(tmp_path):
 
 @pytest.mark.composes("bounded queue", "prompt list")
 async def test_over_the_window_is_a_429_before_any_tokenization(gateway):
-    gateway.scheduler.behaviour = say("x")
+    gateway.scheduler.behaviour = silence
     gateway.scheduler.set_window(max_outstanding=1, max_outstanding_tokens=10_000, ready=True)
     await until(lambda: gateway.mesh.session.window.max_outstanding == 1)
-    response = await gateway.complete(["a", "b"])
+    alone = asyncio.create_task(gateway.complete(["a", "b"]))
+    submits = [await gateway.scheduler.submitted.get() for _ in "ab"]
+    response = await gateway.complete("c")
     assert (response.status_code, response.json()["error"]["code"], response.headers["retry-after"]) == (429, "over_window", "1")
-    assert gateway.tokenizer.calls == []
+    assert len(gateway.tokenizer.calls) == 2
+    for session, submit in submits:
+        session.emit(submit.id, [], ending=session.ending(submit.id))
+    assert (await alone).status_code == 200
 
 
 async def test_a_scheduler_that_is_not_ready_is_a_503_with_its_reason(gateway):

@@ -40,10 +40,21 @@ def test_a_sequence_longer_than_the_window_runs_when_it_is_alone():
 
 
 def test_several_sequences_are_admitted_together_or_not_at_all():
-    admission = Admission()
+    admission, window = Admission(), Window(2, 100, True, "")
+    admission.admit(window, [1])
     with pytest.raises(TokenloomError):
-        admission.admit(Window(2, 100, True, ""), [1, 1, 1])
-    assert (admission.sequences, admission.tokens) == (0, 0)
+        admission.admit(window, [1, 1])
+    assert (admission.sequences, admission.tokens) == (1, 1)
+
+
+def test_one_request_of_more_sequences_than_the_window_runs_when_it_is_alone():
+    admission, window = Admission(), Window(2, 10, True, "")
+    leases = admission.admit(window, [9, 9, 9])
+    with pytest.raises(TokenloomError):
+        admission.admit(window, [1])
+    for lease in leases:
+        lease.release()
+    assert admission.admit(window, [1, 1])
 
 
 def test_a_closed_window_admits_nothing():
