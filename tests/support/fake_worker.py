@@ -15,6 +15,25 @@ from tokenloom.common.v1 import common_pb2
 from tokenloom.worker.v1 import worker_pb2, worker_pb2_grpc
 
 
+def worker_facts(blocks: int, slots: int, max_model_len: int, *, fingerprint: str = "table") -> worker_pb2.WorkerFacts:
+    """What a worker that serves ModelWorker's model says of itself; `fingerprint` is the tokenizer's."""
+    return worker_pb2.WorkerFacts(
+        fingerprints=common_pb2.Fingerprints(model="model", tokenizer=fingerprint, numerics="hash"),
+        block_size=16,
+        num_blocks=blocks,
+        kv_dtype="float32",
+        max_model_len=max_model_len,
+        eos_token_ids=[EOS],
+        vocab_size=VOCABULARY,
+        logits_width=VOCABULARY,
+        max_in_flight=2,
+        feed_forward_distance=1,
+        num_slots=slots,
+        max_tokens_per_step=64,
+        device="model",
+    )
+
+
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     """One group. `gate` set: steps run; cleared: they wait.
 
@@ -150,21 +169,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(self.beat_seconds)
 
     def _attached(self, epoch: int) -> worker_pb2.Attached:
-        facts = worker_pb2.WorkerFacts(
-            fingerprints=common_pb2.Fingerprints(model="model", tokenizer=self.fingerprint, numerics="hash"),
-            block_size=16,
-            num_blocks=self.blocks,
-            kv_dtype="float32",
-            max_model_len=self.max_model_len,
-            eos_token_ids=[EOS],
-            vocab_size=VOCABULARY,
-            logits_width=VOCABULARY,
-            max_in_flight=2,
-            feed_forward_distance=1,
-            num_slots=self.slots,
-            max_tokens_per_step=64,
-            device="model",
-        )
+        facts = worker_facts(self.blocks, self.slots, self.max_model_len, fingerprint=self.fingerprint)
         return worker_pb2.Attached(
             protocol_version=PROTOCOL_VERSION, boot_id=7, highest_fencing_token=self.highest_token, epoch=epoch, facts=facts
         )

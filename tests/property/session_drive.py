@@ -1,0 +1,103 @@
+"""Thousands of random events between gateways' books and the scheduler's engine, from one seed.
+
+`python -m tests.property.session_drive --events 20000 --seed 1` prints what happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+from libs.sampling import SamplingParams
+from libs.telemetry import logs
+from tests.support.session_world import SessionWorld
+
+EVENTS_PER_EPISODE = 400
+
+
+class Episode:
+    """One world and its events. As in core_drive, each episode leaves some kinds out and prefers others."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.world = SessionWorld(gateways=rng.choice([1, 2]))
+        self._events: list[Callable[[], None]] = []
+        self._weights: list[float] = []
+        for event, weight, optional in self._kinds():
+            self._events.append(event)
+            self._weights.append(weight * (rng.choice([0, 0.3, 1, 3]) if optional else rng.choice([0.5, 1, 2])))
+
+    def _kinds(self) -> list[tuple[Callable[[], None], float, bool]]:
+        world, pick, rng = self.world, self._pick, self._rng
+        return [
+            (self._submit, 5, False),
+            (lambda: world.connect(pick()), 6, False),
+            (lambda: world.write_up(pick()), 12, False),
+            (lambda: world.deliver_up(pick(), pick()), 12, False),
+            (lambda: world.write_down(pick()), 14, False),
+            (lambda: world.deliver_down(pick(), pick()), 14, False),
+            (lambda: world.deliver_down(pick(), pick(), twice=True), 2, True),
+            (lambda: world.lose_frame(pick()), 0.5, True),
+            (world.work, 14, False),
+            (lambda: world.work(fail=True), 0.2, True),
+            (world.answer, 14, False),
+            (lambda: world.read(pick(), pick()), 4, False),
+            (lambda: world.cancel(pick(), pick()), 2, True),
+            (lambda: world.gateway_notices(pick()), 0.8, True),
+            (lambda: world.scheduler_notices(pick(), pick()), 0.8, True),
+            (world.lose_worker, 0.5, True),
+            (world.attach, 3, False),
+            (lambda: world.pass_time(rng.choice([0.01, 0.3, 0.5, 5])), 5, False),
+        ]
+
+    def _pick(self) -> int:
+        return self._rng.randrange(1000)
+
+    def _submit(self) -> None:
+        rng = self._rng
+        prompt = [rng.randint(1, 2)] * rng.choice([1, 15, 16, 17, 33, 48])
+        params = SamplingParams(max_tokens=rng.choice([1, 4, 20, 40]), seed=rng.randrange(3), stop=rng.choice([(), (), ("a",)]))
+        deadline = rng.choice([0.05, 1.0, 20.0]) if rng.random() < 0.2 else None
+        self.world.submit(self._pick(), prompt, params, deadline=deadline, choices=rng.choice([1, 1, 3]))
+
+    def run(self, events: int) -> None:
+        """So many events, then peace until everybody is served."""
+        try:
+            for event in self._rng.choices(self._events, self._weights, k=events):
+                event()
+            self.world.drain()
+        finally:
+            self.world.close()
+
+
+def drive(seed: int, events: int) -> Counter[str]:
+    """Runs `events` events in episodes; what was seen. Raises what the world raises, with the episode's number as a note."""
+    seen: Counter[str] = Counter()
+    for number in range(-(-events // EVENTS_PER_EPISODE)):
+        try:
+            episode = Episode(random.Random(seed * 100_003 + number))
+            episode.run(EVENTS_PER_EPISODE)
+        except Exception as error:
+            error.add_note(f"episode {number} of seed {seed}")
+            raise
+        seen += episode.world.seen
+    return seen
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    logs.configure("session-drive", "", level="error")
+    for name, count in sorted(drive(arguments.seed, arguments.events).items()):
+        print(f"{count:8}  {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,437 @@
+"""Gateways' books and the scheduler's engine, both real, joined by a network in memory: no gRPC, no tasks, virtual time.
+
+A connection carries serialized frames in order, as a stream does; each end learns of its break by itself and whenever it pleases. What an
+old connection still carries may arrive after the new one was opened, and in either direction. Every method is one event; after each all
+that must hold between the two services is checked (PROTOCOL.md rules 17 to 20).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from libs.blocks import block_hashes
+from libs.clock import ManualClock
+from libs.errors import ErrorCode
+from libs.packing import pack_ids
+from libs.sampling import SamplingParams
+from libs.telemetry.tracing import Tracer
+from services.gateway.admission import Admission
+from services.gateway.session import Window
+from services.gateway.tickets import CancelReason, FinishReason, SessionBroken, Ticket, TicketBook, TicketState
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.core.stopping import StopRules
+from services.scheduler.engine import Engine
+from services.scheduler.leadership import Leadership
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.sessions import GatewaySession
+from services.scheduler.workers import LostWorker, WorkerLink
+from tests.support.fake_worker import worker_facts
+from tests.support.model_worker import EOS, ModelWorker, expected_output, text_table
+from tokenloom.scheduler.v1 import scheduler_pb2
+from tokenloom.worker.v1 import worker_pb2
+
+MAX_MODEL_LEN, BLOCKS, SLOTS = 128, 16, 4
+RULES = StopRules((EOS,), MAX_MODEL_LEN, text_table())
+SECOND = 1_000_000_000
+RESUME_TIMEOUT = 30 * SECOND
+MAX_QUEUE = 16
+MAX_TURNS = 3000
+# Failures that these worlds give a reason for: no session came in time, or too many were lost; no room; a batch that failed too often.
+_ERRORS = {code.spec.code for code in (ErrorCode.SESSION_LOST, ErrorCode.QUEUE_FULL, ErrorCode.NO_WORKER, ErrorCode.POISON_REQUEST)}
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop whose time is a clock's that moves when told to: its timers fire when the world says so."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self._manual = clock
+        self.errors: list[dict[str, Any]] = []
+        self.set_exception_handler(lambda _, context: self.errors.append(context))
+
+    def time(self) -> float:
+        """Seconds on the manual clock."""
+        return self._manual.monotonic_ns() / 1e9
+
+    def spin(self) -> None:
+        """Runs what is due, and what that has made due. Raises the first exception of a callback."""
+        for _ in range(3):
+            self.run_until_complete(asyncio.sleep(0))
+        for context in self.errors:
+            raise context.get("exception") or RuntimeError(context["message"])
+
+
+@dataclass(eq=False, slots=True)
+class Wire:
+    """One connection: the scheduler's session, what is on its way up and down, and which ends still hold it.
+
+    `holed`: a frame was lost, so that it must break before long.
+    """
+
+    session: GatewaySession
+    up: deque[bytes] = field(default_factory=deque)
+    down: deque[bytes] = field(default_factory=deque)
+    holed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Choice:
+    """A ticket with what its client must get."""
+
+    ticket: Ticket
+    want: list[int]
+    read: list[int] = field(default_factory=list)
+    endings: int = 0
+    cancelled: bool = False
+    judged: bool = False
+
+
+class GatewaySide:
+    """One gateway process: its book, its credits, its current connection and the older ones."""
+
+    def __init__(self, instance: int) -> None:
+        self.instance = instance
+        self.book = TicketBook(resume_timeout_ns=RESUME_TIMEOUT)
+        self.admission = Admission()
+        self.window = Window()
+        self.wire: Wire | None = None
+        self.welcomed = False
+        self.old: list[Wire] = []
+        self.sequences: list[Choice] = []
+
+    def new_ticket(self, prompt: Sequence[int], params: SamplingParams, deadline_ns: int | None, parent_id: int) -> Choice:
+        """A ticket with its lease."""
+        submit = scheduler_pb2.Submit(id=self.book.next_id(), prompt_ids=pack_ids(prompt), parent_id=parent_id)
+        submit.sampling.CopyFrom(params.to_proto())
+        submit.block_hashes = b"".join(block_hashes(prompt))
+        (lease,) = self.admission.admit(Window(10**6, 10**9), [len(prompt)])
+        lease.settle(len(prompt) + params.max_tokens)
+        sequence = Choice(Ticket(submit, asyncio.Event(), deadline_ns=deadline_ns), expected_output(RULES, prompt, params))
+
+        def ended() -> None:
+            sequence.endings += 1
+            lease.release()
+
+        sequence.ticket.on_ended = ended
+        self.sequences.append(sequence)
+        return sequence
+
+    def receive(self, wire: Wire, frame: scheduler_pb2.SchedulerFrame, now: int) -> bool:
+        """As the gateway's session reads: frames of any session but the current one are for nobody. Raises SessionBroken."""
+        if wire is not self.wire or frame.session != wire.session.id:
+            return False
+        self.welcomed |= frame.HasField("welcome")
+        if frame.HasField("window"):
+            window = frame.window
+            self.window = Window(window.max_outstanding, window.max_outstanding_tokens, window.ready, window.not_ready_reason)
+        self.book.receive(frame, now)
+        return True
+
+    def down(self, now: int) -> None:
+        """It takes its connection for lost."""
+        if self.wire is not None:
+            self.old.append(self.wire)
+            self.wire, self.welcomed, self.window = None, False, Window()
+            self.book.lost(now)
+
+
+class SessionWorld:
+    """See the module. Numbers that choose among things are taken modulo how many there are."""
+
+    def __init__(self, gateways: int = 2) -> None:
+        self.clock = ManualClock()
+        self.loop = VirtualLoop(self.clock)
+        self.engine: Engine = self.loop.run_until_complete(self._engine())
+        self.link = WorkerLink("worker", self.engine)
+        self.worker: ModelWorker | None = None
+        self.answers: deque[worker_pb2.StepResult] = deque()
+        self.gateways = [GatewaySide(instance + 1) for instance in range(gateways)]
+        self.sessions = 0
+        self.seen: Counter[str] = Counter()
+        self.attach()
+
+    async def _engine(self) -> Engine:
+        config = SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=SLOTS, max_queue=MAX_QUEUE)
+        tracer = Tracer("scheduler", "test")
+        return Engine(config, self.clock, tracer, SchedulerMetrics(), Leadership(None), text_table(), lambda: None)
+
+    def close(self) -> None:
+        """Frees the loop."""
+        self.loop.close()
+
+    # Clients
+
+    def submit(self, gateway: int, prompt: Sequence[int], params: SamplingParams, *, deadline: float | None, choices: int = 1) -> None:
+        """A client's request reaches a gateway's book, choice by choice."""
+        side = self._side(gateway)
+        parent_id = 0
+        for index in range(choices):
+            due = None if deadline is None else self.clock.monotonic_ns() + round(deadline * SECOND)
+            choice = SamplingParams(max_tokens=params.max_tokens, seed=params.seed + index, choice_index=index, stop=params.stop)
+            sequence = side.new_ticket(prompt, choice, due, parent_id)
+            parent_id = parent_id or sequence.ticket.id
+            side.book.add(sequence.ticket, self.clock.monotonic_ns())
+        self.seen["submit"] += 1
+        self.check()
+
+    def read(self, gateway: int, number: int) -> None:
+        """A client takes what has come for it."""
+        sequence = self._sequence(gateway, number)
+        if sequence is not None:
+            sequence.read += sequence.ticket.take()
+            self.check()
+
+    def cancel(self, gateway: int, number: int) -> None:
+        """A client leaves."""
+        sequence = self._sequence(gateway, number)
+        if sequence is not None:
+            sequence.cancelled |= sequence.ticket.state is not TicketState.ENDED
+            self._side(gateway).book.cancel(sequence.ticket, CancelReason.CANCEL_REASON_CLIENT_DISCONNECTED, self.clock.monotonic_ns())
+            self.seen["cancel"] += 1
+            self.check()
+
+    def _side(self, gateway: int) -> GatewaySide:
+        return self.gateways[gateway % len(self.gateways)]
+
+    def _sequence(self, gateway: int, number: int) -> Choice | None:
+        sequences = self._side(gateway).sequences
+        return sequences[-1 - number % min(len(sequences), 10)] if sequences else None
+
+    # The network
+
+    def connect(self, gateway: int) -> None:
+        """A gateway without a connection opens one; the scheduler may still hold its last."""
+        side = self._side(gateway)
+        if side.wire is not None:
+            return
+        self.sessions += 1
+        session = GatewaySession(1000 + self.sessions, side.instance, f"gateway {side.instance}")
+        side.wire = Wire(session)
+        self.seen["reconnect, the old session open"] += any(not wire.session.closed.is_set() for wire in side.old)
+        self.engine.open_session(session)
+        self.seen["connect"] += 1
+        self.check()
+
+    def write_up(self, gateway: int) -> None:
+        """The gateway's writer sends what has gathered."""
+        side = self._side(gateway)
+        if side.wire is not None and side.welcomed:
+            frame = side.book.next_frame(self.clock.monotonic_ns(), ready=side.window.ready)
+            if frame is not None:
+                side.wire.up.append(frame.SerializeToString())
+                self.seen["resubmit"] += any(submit.attempt for submit in frame.submits)
+                self.seen["resubmit with output"] += any(submit.output_ids for submit in frame.submits)
+                self.check()
+
+    def write_down(self, gateway: int) -> None:
+        """The scheduler's writers send what their outboxes hold, on every connection of the gateway that they hold for open."""
+        for wire in self._wires(gateway):
+            session = wire.session
+            if not session.closed.is_set() and not session.outbox.is_empty:
+                wire.down.append(session.outbox.take(session.id, self.engine.window(session)).SerializeToString())
+                self.seen["frame written"] += 1
+        self.check()
+
+    def deliver_up(self, gateway: int, number: int) -> None:
+        """The scheduler reads the next frame of one of the gateway's connections, be it the current one or not."""
+        wire = self._wire(gateway, number)
+        if wire is not None and wire.up:
+            frame = scheduler_pb2.GatewayFrame.FromString(wire.up.popleft())
+            self.seen["late frame up"] += wire.session.closed.is_set()
+            for submit in frame.submits:
+                self.engine.submit(wire.session, submit)
+            for cancel in frame.cancels:
+                self.engine.cancel(wire.session, cancel)
+            self.check()
+
+    def deliver_down(self, gateway: int, number: int, *, twice: bool = False) -> None:
+        """A gateway is given the next frame of one of its connections, be it the current one or not; `twice`: and once more."""
+        wire, side = self._wire(gateway, number), self._side(gateway)
+        if wire is None or not wire.down:
+            return
+        frame = scheduler_pb2.SchedulerFrame.FromString(wire.down.popleft())
+        self.seen["late frame down"] += wire is not side.wire
+        for _ in range(1 + twice):
+            self._receive(side, wire, frame)
+        self.seen["frame twice"] += twice
+        self.check()
+
+    def _receive(self, side: GatewaySide, wire: Wire, frame: scheduler_pb2.SchedulerFrame) -> None:
+        try:
+            side.receive(wire, frame, self.clock.monotonic_ns())
+        except SessionBroken:
+            assert wire.holed, "frames in order make no gap"
+            self.seen["gap"] += 1
+            side.down(self.clock.monotonic_ns())
+
+    def lose_frame(self, gateway: int) -> None:
+        """A frame to the gateway gets lost, which must not happen to a stream: whatever follows, it is a gap or harmless."""
+        wire = self._side(gateway).wire
+        if wire is not None and wire.down and self._side(gateway).welcomed:
+            wire.down.popleft()
+            wire.holed = True
+            self.seen["lost frame"] += 1
+
+    def gateway_notices(self, gateway: int) -> None:
+        """A gateway takes its connection for broken; the scheduler has not noticed."""
+        side = self._side(gateway)
+        self.seen["gateway lost its session"] += side.wire is not None
+        side.down(self.clock.monotonic_ns())
+        self.check()
+
+    def scheduler_notices(self, gateway: int, number: int) -> None:
+        """The scheduler takes one of a gateway's connections for broken; the gateway has not noticed."""
+        wire = self._wire(gateway, number)
+        if wire is not None and not wire.session.closed.is_set():
+            self.engine.close_session(wire.session)
+            wire.holed = True
+            self.seen["scheduler lost a session"] += 1
+            self.check()
+
+    def _wires(self, gateway: int) -> list[Wire]:
+        side = self._side(gateway)
+        return [*side.old[-3:], *([side.wire] if side.wire is not None else [])]
+
+    def _wire(self, gateway: int, number: int) -> Wire | None:
+        """Mostly the current connection, now and then an older one."""
+        wires = self._wires(gateway)
+        return wires[-1 - (number % len(wires) if number % 3 == 0 else 0)] if wires else None
+
+    # The worker
+
+    def attach(self) -> None:
+        """The worker comes (back)."""
+        if self.worker is None:
+            token, epoch = self.engine.next_epoch()
+            facts = worker_facts(BLOCKS, SLOTS, MAX_MODEL_LEN)
+            self.worker = ModelWorker(BLOCKS, SLOTS, epoch=epoch)
+            self.link.outgoing = asyncio.Queue()
+            self.engine.worker_attached(self.link, worker_pb2.Attached(highest_fencing_token=token, epoch=epoch, facts=facts))
+            self.seen["attach"] += 1
+
+    def lose_worker(self) -> None:
+        """The worker's stream breaks, in peace."""
+        if self.worker is not None:
+            self.worker = None
+            self.answers.clear()
+            self.engine.worker_lost(self.link, crashed=False)
+            self.seen["worker lost"] += 1
+            self.check()
+
+    def work(self, *, fail: bool = False) -> None:
+        """The worker runs its next batch."""
+        if self.worker is not None and not self.link.outgoing.empty():
+            self.answers.append(self.worker.run(self.link.outgoing.get_nowait().batch, fail=fail))
+            self.check()
+
+    def answer(self) -> None:
+        """The worker's oldest answer reaches the engine."""
+        if self.answers:
+            try:
+                self.engine.worker_answered(self.link, self.answers.popleft())
+            except LostWorker:
+                self.lose_worker()
+            self.seen["answer"] += 1
+            self.check()
+
+    # Time
+
+    def pass_time(self, seconds: float) -> None:
+        """The clock moves: deadlines, timers, the half-second tick of both services."""
+        self.clock.advance(seconds)
+        for side in self.gateways:
+            side.book.expire(self.clock.monotonic_ns())
+        self.engine.tick()
+        self.seen["tick"] += 1
+        self.check()
+
+    # What must hold
+
+    def check(self) -> None:
+        """Everything, after any event."""
+        self.loop.spin()
+        state = self.engine.state
+        assert state is not None
+        state.check()
+        for side in self.gateways:
+            live = 0
+            for sequence in side.sequences:
+                live += self._check_sequence(sequence)
+            assert len(side.book) == side.admission.sequences == live, "credits and tickets disagree"
+        keys = [key for wire in self._all_wires() for key in wire.session.keys]
+        assert sorted(keys) == sorted(state.requests), "the sessions hold other requests than the scheduler"
+        self._check_windows()
+
+    def _check_sequence(self, sequence: Choice) -> bool:
+        """One ticket: its tokens, its ending. Whether it is live."""
+        ticket, want = sequence.ticket, sequence.want
+        assert ticket.output == want[: len(ticket.output)], "a token is wrong, missing or there twice"
+        assert sequence.read == ticket.output[: len(sequence.read)]
+        over = ticket.state is TicketState.ENDED
+        assert (ticket.ending is not None) == over
+        assert sequence.endings == int(over), "a ticket ends exactly once"
+        if ticket.ending is not None and not sequence.judged:
+            self._check_ending(sequence, ticket.ending)
+            sequence.judged = True
+        return not over
+
+    def _check_ending(self, sequence: Choice, ending: scheduler_pb2.Ending) -> None:
+        resumed = " after a loss" if sequence.ticket.attempt else ""
+        self.seen[FinishReason.Name(ending.reason).removeprefix("FINISH_REASON_").lower() + resumed] += 1
+        match ending.reason:
+            case FinishReason.FINISH_REASON_STOP | FinishReason.FINISH_REASON_LENGTH:
+                assert sequence.ticket.output == sequence.want, "ended before its end"
+                assert ending.completion_tokens == len(sequence.want)
+            case FinishReason.FINISH_REASON_CANCELLED:
+                assert sequence.cancelled, "cancelled, and nobody had asked for it"
+            case FinishReason.FINISH_REASON_DEADLINE:
+                due = sequence.ticket.deadline_ns
+                assert due is not None
+                assert due <= self.clock.monotonic_ns()
+            case _:
+                assert ending.error.code in _ERRORS, ending.error
+
+    def _check_windows(self) -> None:
+        """Credits: what the scheduler counts as a session's is what it has live."""
+        windows = self.engine._clients._windows
+        for wire in self._all_wires():
+            use = windows._sessions.get(wire.session.id)
+            assert (use is None) == wire.session.closed.is_set()
+            if use is not None:
+                assert use.sequences.now == len(wire.session.keys), "a session's window is miscounted"
+
+    def _all_wires(self) -> list[Wire]:
+        return [wire for side in self.gateways for wire in [*side.old, *([side.wire] if side.wire else [])]]
+
+    def drain(self) -> None:
+        """No more trouble: every ticket ends, every credit returns, nothing is left anywhere."""
+        turns = 0
+        while any(len(side.book) for side in self.gateways) or self.engine.state is None or self.engine.state.requests:
+            turns += 1
+            assert turns < MAX_TURNS, f"no end: {[(t.id, t.state) for s in self.gateways for t in s.book._live.values()]}"
+            self._turn()
+        for side in self.gateways:
+            assert (side.admission.sequences, side.admission.tokens) == (0, 0)
+        for group in self.engine.state.groups.values():
+            assert group.ledger.in_use == 0
+        assert self.engine.idle.is_set()
+
+    def _turn(self) -> None:
+        self.attach()
+        for index, side in enumerate(self.gateways):
+            if side.wire is not None and side.wire.holed:
+                self.gateway_notices(index)
+            self.connect(index)
+            for _ in range(2):
+                self.write_up(index)
+                self.deliver_up(index, 1)
+                self.write_down(index)
+                while side.wire is not None and side.wire.down:
+                    self.deliver_down(index, 1)
+        self.work()
+        self.answer()
+        self.pass_time(0.05)
