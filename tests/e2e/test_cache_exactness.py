@@ -10,14 +10,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from libs.blocks import BLOCK_SIZE
-from tests.support.mesh import Mesh
+from tests.support.mesh import BLOCK_BYTES, Mesh
 from tests.support.prompts import PROMPTS
 from tests.support.reference import Reference
 from tests.support.streams import Reader, Wish, ask, read_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(300)]
-# SmolLM2-135M: 30 layers of 3 key and 3 value heads, 64 wide, in float32.
-BLOCK_BYTES = BLOCK_SIZE * 30 * 2 * 3 * 64 * 4
 BLOCKS = 40
 HEAD = 6 * BLOCK_SIZE
 FREE = 'tokenloom:kv_blocks{state="free"}'

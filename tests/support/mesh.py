@@ -22,7 +22,11 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from libs.blocks import BLOCK_SIZE
+
 READY_SECONDS = 120.0
+# A KV block of the default model, SmolLM2-135M: 30 layers of 3 key and 3 value heads, 64 wide, in float32.
+BLOCK_BYTES = BLOCK_SIZE * 30 * 2 * 3 * 64 * 4
 
 
 def free_port() -> int:
