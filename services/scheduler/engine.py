@@ -103,7 +103,10 @@ class Engine:
         self._metrics.workers.set(len(self._paces))
         log.info("worker attached", worker=link.name, blocks=facts.num_blocks, slots=facts.num_slots, numerics=facts.fingerprints.numerics)
         self._clients.tell_all(self._welcome())
-        self._clients.publish(state.fail_unfit(self._clock.monotonic_ns()))
+        now = self._clock.monotonic_ns()
+        self._clients.publish(state.fail_unfit(now))
+        if len(self._paces) == 1:  # who waited for a worker waits for the one before it now, until a plan finds another reason
+            state.wait_all(WaitReason.BEHIND, now)
         self._on_attached()
         self.kick()
 

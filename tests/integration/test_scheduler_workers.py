@@ -12,6 +12,7 @@ import pytest
 from libs.errors import ErrorCode, TokenloomError
 from libs.store import SqliteStore
 from services.scheduler import workers
+from services.scheduler.core.request import WaitReason
 from tests.support.core import RULES
 from tests.support.gateway_session import SessionClient
 from tests.support.model_worker import expected_output
@@ -75,6 +76,21 @@ async def test_a_worker_that_dies_and_comes_back_costs_a_pause_and_no_token(mesh
     await all_exact(session, wanted)
     assert await mesh.sample("worker_losses_total") == 1
     assert mesh.state.counters.finished == 4
+
+
+async def test_nobody_waits_for_a_worker_once_it_is_back(mesh: SchedulerMesh):
+    worker = await mesh.worker(slots=1, gate=asyncio.Event())
+    session = await (await mesh.session()).ready()
+    wanted = await submit_some(session, 4)
+    await worker.wait_batches(1)
+    await worker.stop()
+    await mesh.until(lambda: not mesh.state.groups)
+    assert [request.wait_reason for request in mesh.state.queue] == [WaitReason.NO_WORKER] * 4
+    worker = await mesh.worker(slots=1, gate=asyncio.Event())
+    await worker.wait_batches(1)
+    assert [request.wait_reason for request in mesh.state.queue] == [WaitReason.BEHIND] * 3
+    worker.gate.set()
+    await all_exact(session, wanted)
 
 
 @pytest.mark.composes("several workers", "worker loss")
