@@ -6,7 +6,8 @@ import ast
 
 import pytest
 
-from tests.property.mutations import MUTATIONS, REPOSITORY, Mutation, verdict
+from tests.property.mutation import Mutation
+from tests.property.mutations import MUTATIONS, REPOSITORY, verdict
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from libs.blocks import blocks_for
-from libs.errors import ErrorCode
+from libs.blocks import BLOCK_SIZE, block_hashes, blocks_for, chain_hash, root_hash
+from libs.errors import ErrorCode, TokenloomError
+from services.scheduler.core.naming import private_names
 from services.scheduler.core.quarantine import CRASHES_ALONE
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, RequestKey
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
 from tokenloom.scheduler.v1 import scheduler_pb2
@@ -45,6 +46,16 @@ class Client:
         self.cancelled = self.may_complete = self.over = self.lost = False
         self.may_fail, self.crashes = set(), 0
 
+    def name_blocks(self, *, private: bool) -> None:
+        """The names of all blocks that it will fill. `private`: without a prefix cache they are its family's own from the start."""
+        tokens, known = [*self.prompt, *self.want], [*self.prompt, *self.got]
+        names = block_hashes(known, self.salt)
+        if private:
+            names = private_names(names, RequestKey(self.gateway, self.submit.parent_id or self.submit.id))
+        for start in range(len(names) * BLOCK_SIZE, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
+            names.append(chain_hash(names[-1] if names else root_hash(self.salt), tokens[start : start + BLOCK_SIZE]))
+        self.names = names
+
     def reads(self, request: Request) -> bool:
         """Whether this is the attempt whose news the client is to get."""
         return request is self.request and not self.over and not self.lost
@@ -69,6 +80,15 @@ def why_refused(state: SchedulerState, request: Request) -> ErrorCode | None:
         return ErrorCode.CANNOT_FIT
     if not request.attempt and len(state.requests) >= state.limits.max_requests:
         return ErrorCode.QUEUE_FULL
+    return None
+
+
+def refusal_of(state: SchedulerState, request: Request) -> ErrorCode | None:
+    """What the core refuses the request with; None: it has taken it."""
+    try:
+        state.accept(request)
+    except TokenloomError as error:
+        return error.code
     return None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from libs.blocks import BLOCK_SIZE
 from services.scheduler.core.plan import StepOutcome, StepPlan
-from services.scheduler.core.state import Group
+from services.scheduler.core.state import Group, Limits
 from tests.support.model_worker import ModelWorker, text_table
 from tokenloom.worker.v1 import worker_pb2
 
@@ -32,6 +32,21 @@ class Shape:
     chunked: bool = True
     most_live: int = 12
     policy: str = "fcfs"
+
+    def limits(self) -> Limits:
+        """The core's limits in such a world."""
+        return Limits(
+            max_tokens_per_step=self.budget if self.chunked else max(self.budget, MAX_MODEL_LEN),
+            max_sequences=self.sequences,
+            max_requests=self.most_live,
+            max_model_len=MAX_MODEL_LEN,
+            chunked_prefill=self.chunked,
+            prefix_caching=self.caching,
+        )
+
+    def group(self, name: str, epoch: int, blocks: int) -> Group:
+        """A group that has just attached."""
+        return Group.new(name, epoch, num_blocks=blocks, num_slots=self.slots, max_in_flight=self.in_flight, distance=self.distance)
 
 
 @dataclass(slots=True)

@@ -10,21 +10,20 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from libs.blocks import BLOCK_SIZE, block_hashes, chain_hash, root_hash
+from libs.blocks import block_hashes
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import pack_ids
 from libs.sampling import SamplingParams
 from services.scheduler.convert import SubmitRules, from_result, to_batch, to_request
 from services.scheduler.core.apply import apply, lose_group
-from services.scheduler.core.naming import private_names
 from services.scheduler.core.plan import BatchOutcome, Effects, StepOutcome, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy
-from services.scheduler.core.request import CancelReason, Ending, Request, RequestKey, WaitReason
-from services.scheduler.core.state import Group, Limits, SchedulerState
+from services.scheduler.core.request import CancelReason, Ending, RequestKey, WaitReason
+from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import StopRules
 from tests.support.core_checks import Ledgers, PlanWatch, Tally, check_groups, check_progress_of_requests, is_stuck_without_fault
-from tests.support.core_clients import Client, check_ending, why_refused
+from tests.support.core_clients import Client, check_ending, refusal_of, why_refused
 from tests.support.core_shapes import GATEWAYS, MAX_MODEL_LEN, TABLE, Rig, Shape
 from tests.support.model_worker import EOS, VOCABULARY, ModelWorker, expected_output
 from tokenloom.scheduler.v1 import scheduler_pb2
@@ -46,15 +45,7 @@ class World:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        limits = Limits(
-            max_tokens_per_step=shape.budget if shape.chunked else max(shape.budget, MAX_MODEL_LEN),
-            max_sequences=shape.sequences,
-            max_requests=shape.most_live,
-            max_model_len=MAX_MODEL_LEN,
-            chunked_prefill=shape.chunked,
-            prefix_caching=shape.caching,
-        )
-        self.state = SchedulerState(limits, Policy(shape.policy))
+        self.state = SchedulerState(shape.limits(), Policy(shape.policy))
         self.rules = SubmitRules(StopRules((EOS,), MAX_MODEL_LEN, TABLE), VOCABULARY, priorities=shape.policy == "priority")
         self.names = [f"g{number}" for number in range(shape.groups)]
         self.rigs: dict[str, Rig] = {}
@@ -106,23 +97,13 @@ class World:
             client.submit.attempt = int(bool(client.got))
             self._hand_over(client)
 
-    def _name_blocks(self, client: Client) -> None:
-        """The names of all blocks that it will fill. Without a prefix cache they are its family's own from the start."""
-        tokens, known = [*client.prompt, *client.want], [*client.prompt, *client.got]
-        names = block_hashes(known, client.salt)
-        if not self.shape.caching:
-            names = private_names(names, RequestKey(client.gateway, client.submit.parent_id or client.submit.id))
-        for start in range(len(names) * BLOCK_SIZE, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
-            names.append(chain_hash(names[-1] if names else root_hash(client.salt), tokens[start : start + BLOCK_SIZE]))
-        client.names = names
-        self.ledgers.learn(names, tokens)
-
     def _hand_over(self, client: Client) -> None:
         client.submit.output_ids = pack_ids(client.got)
-        self._name_blocks(client)
+        client.name_blocks(private=not self.shape.caching)
+        self.ledgers.learn(client.names, [*client.prompt, *client.want])
         request, stop = to_request(client.submit, client.gateway, self.rules, self.state.next_arrival(), self.now)
         expected = why_refused(self.state, request)
-        refused = self._refusal(request)
+        refused = refusal_of(self.state, request)
         assert refused is expected, "refused without need, or accepted beyond the bounds"
         if refused is not None:
             self.seen[f"refused {refused.name}"] += 1
@@ -143,13 +124,6 @@ class World:
             request.wait(WaitReason.NO_WORKER, self.now)
         self.seen["submit" if request.parent is None else "submit of a child"] += 1
         self.check()
-
-    def _refusal(self, request: Request) -> ErrorCode | None:
-        try:
-            self.state.accept(request)
-        except TokenloomError as error:
-            return error.code
-        return None
 
     def resubmit(self, number: int) -> None:
         """A gateway hands a request over again, after its session was lost, with what its client has."""
@@ -319,14 +293,7 @@ class World:
             return
         blocks = self.shape.blocks[self.attaches % len(self.shape.blocks)]
         self.epoch, self.attaches = self.epoch + 1, self.attaches + 1
-        group = Group.new(
-            name,
-            self.epoch,
-            num_blocks=blocks,
-            num_slots=self.shape.slots,
-            max_in_flight=self.shape.in_flight,
-            distance=self.shape.distance,
-        )
+        group = self.shape.group(name, self.epoch, blocks)
         self.state.groups[name] = group
         self.rigs[name] = Rig(group, ModelWorker(blocks, self.shape.slots, epoch=self.epoch))
         self.seen["attach"] += 1

@@ -10,133 +10,29 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from libs.blocks import block_hashes
 from libs.clock import ManualClock
 from libs.errors import ErrorCode
-from libs.packing import pack_ids
 from libs.sampling import SamplingParams
 from libs.telemetry.tracing import Tracer
-from services.gateway.admission import Admission
-from services.gateway.session import Window
-from services.gateway.tickets import CancelReason, FinishReason, SessionBroken, Ticket, TicketBook, TicketState
+from services.gateway.tickets import CancelReason, FinishReason, SessionBroken, TicketState
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.core.stopping import StopRules
 from services.scheduler.engine import Engine
 from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.sessions import GatewaySession
 from services.scheduler.workers import LostWorker, WorkerLink
 from tests.support.fake_worker import worker_facts
-from tests.support.model_worker import EOS, ModelWorker, expected_output, text_table
+from tests.support.model_worker import ModelWorker, text_table
+from tests.support.session_sides import MAX_MODEL_LEN, SECOND, Choice, GatewaySide, VirtualLoop, Wire
 from tokenloom.scheduler.v1 import scheduler_pb2
 from tokenloom.worker.v1 import worker_pb2
 
-MAX_MODEL_LEN, BLOCKS, SLOTS = 128, 16, 4
-RULES = StopRules((EOS,), MAX_MODEL_LEN, text_table())
-SECOND = 1_000_000_000
-RESUME_TIMEOUT = 30 * SECOND
+BLOCKS, SLOTS = 16, 4
 MAX_QUEUE = 16
 MAX_TURNS = 3000
 # Failures that these worlds give a reason for: no session came in time, or too many were lost; no room; a batch that failed too often.
 _ERRORS = {code.spec.code for code in (ErrorCode.SESSION_LOST, ErrorCode.QUEUE_FULL, ErrorCode.NO_WORKER, ErrorCode.POISON_REQUEST)}
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose time is a clock's that moves when told to: its timers fire when the world says so."""
-
-    def __init__(self, clock: ManualClock) -> None:
-        super().__init__()
-        self._manual = clock
-        self.errors: list[dict[str, Any]] = []
-        self.set_exception_handler(lambda _, context: self.errors.append(context))
-
-    def time(self) -> float:
-        """Seconds on the manual clock."""
-        return self._manual.monotonic_ns() / 1e9
-
-    def spin(self) -> None:
-        """Runs what is due, and what that has made due. Raises the first exception of a callback."""
-        for _ in range(3):
-            self.run_until_complete(asyncio.sleep(0))
-        for context in self.errors:
-            raise context.get("exception") or RuntimeError(context["message"])
-
-
-@dataclass(eq=False, slots=True)
-class Wire:
-    """One connection: the scheduler's session, what is on its way up and down, and which ends still hold it.
-
-    `holed`: a frame was lost, so that it must break before long.
-    """
-
-    session: GatewaySession
-    up: deque[bytes] = field(default_factory=deque)
-    down: deque[bytes] = field(default_factory=deque)
-    holed: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Choice:
-    """A ticket with what its client must get."""
-
-    ticket: Ticket
-    want: list[int]
-    read: list[int] = field(default_factory=list)
-    endings: int = 0
-    cancelled: bool = False
-    judged: bool = False
-
-
-class GatewaySide:
-    """One gateway process: its book, its credits, its current connection and the older ones."""
-
-    def __init__(self, instance: int) -> None:
-        self.instance = instance
-        self.book = TicketBook(resume_timeout_ns=RESUME_TIMEOUT)
-        self.admission = Admission()
-        self.window = Window()
-        self.wire: Wire | None = None
-        self.welcomed = False
-        self.old: list[Wire] = []
-        self.sequences: list[Choice] = []
-
-    def new_ticket(self, prompt: Sequence[int], params: SamplingParams, deadline_ns: int | None, parent_id: int) -> Choice:
-        """A ticket with its lease."""
-        submit = scheduler_pb2.Submit(id=self.book.next_id(), prompt_ids=pack_ids(prompt), parent_id=parent_id)
-        submit.sampling.CopyFrom(params.to_proto())
-        submit.block_hashes = b"".join(block_hashes(prompt))
-        (lease,) = self.admission.admit(Window(10**6, 10**9), [len(prompt)])
-        lease.settle(len(prompt) + params.max_tokens)
-        sequence = Choice(Ticket(submit, asyncio.Event(), deadline_ns=deadline_ns), expected_output(RULES, prompt, params))
-
-        def ended() -> None:
-            sequence.endings += 1
-            lease.release()
-
-        sequence.ticket.on_ended = ended
-        self.sequences.append(sequence)
-        return sequence
-
-    def receive(self, wire: Wire, frame: scheduler_pb2.SchedulerFrame, now: int) -> bool:
-        """As the gateway's session reads: frames of any session but the current one are for nobody. Raises SessionBroken."""
-        if wire is not self.wire or frame.session != wire.session.id:
-            return False
-        self.welcomed |= frame.HasField("welcome")
-        if frame.HasField("window"):
-            window = frame.window
-            self.window = Window(window.max_outstanding, window.max_outstanding_tokens, window.ready, window.not_ready_reason)
-        self.book.receive(frame, now)
-        return True
-
-    def down(self, now: int) -> None:
-        """It takes its connection for lost."""
-        if self.wire is not None:
-            self.old.append(self.wire)
-            self.wire, self.welcomed, self.window = None, False, Window()
-            self.book.lost(now)
 
 
 class SessionWorld:
@@ -189,8 +85,10 @@ class SessionWorld:
         """A client leaves."""
         sequence = self._sequence(gateway, number)
         if sequence is not None:
-            sequence.cancelled |= sequence.ticket.state is not TicketState.ENDED
+            before = sequence.ticket.state
+            sequence.cancelled |= before is not TicketState.ENDED
             self._side(gateway).book.cancel(sequence.ticket, CancelReason.CANCEL_REASON_CLIENT_DISCONNECTED, self.clock.monotonic_ns())
+            assert before is TicketState.WAITING or sequence.ticket.state is before, "its ending is the scheduler's to give"
             self.seen["cancel"] += 1
             self.check()
 
@@ -213,6 +111,7 @@ class SessionWorld:
         side.wire = Wire(session)
         self.seen["reconnect, the old session open"] += any(not wire.session.closed.is_set() for wire in side.old)
         self.engine.open_session(session)
+        assert all(wire.session.closed.is_set() for wire in side.old), "an old session of the same gateway lives on"
         self.seen["connect"] += 1
         self.check()
 
@@ -222,6 +121,7 @@ class SessionWorld:
         if side.wire is not None and side.welcomed:
             frame = side.book.next_frame(self.clock.monotonic_ns(), ready=side.window.ready)
             if frame is not None:
+                side.check_submits(frame)
                 side.wire.up.append(frame.SerializeToString())
                 self.seen["resubmit"] += any(submit.attempt for submit in frame.submits)
                 self.seen["resubmit with output"] += any(submit.output_ids for submit in frame.submits)
@@ -362,7 +262,7 @@ class SessionWorld:
             for sequence in side.sequences:
                 live += self._check_sequence(sequence)
             assert len(side.book) == side.admission.sequences == live, "credits and tickets disagree"
-        keys = [key for wire in self._all_wires() for key in wire.session.keys]
+        keys = [key for wire in self._all_wires() if not wire.session.closed.is_set() for key in wire.session.keys]
         assert sorted(keys) == sorted(state.requests), "the sessions hold other requests than the scheduler"
         self._check_windows()
 
