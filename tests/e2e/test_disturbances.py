@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -26,82 +27,94 @@ TEXTS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """Wishes, and what each got alone."""
+
+    wishes: list[Wish]
+    answers: list[Answer]
+
+
 @pytest.fixture(scope="module")
-def wishes(model_dir: Path) -> list[Wish]:
-    """Greedy and seeded in turn, of different lengths."""
+def quiet(mesh: Mesh, reference: Reference, model_dir: Path) -> Quiet:
+    """Greedy and seeded in turn, of different lengths, one of them with three choices; the greedy ones are transformers' tokens.
+
+    Two more end at a stop string that stands late in what the first two said.
+    """
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     prompts = [tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in TEXTS]
-    return [Wish(prompt, 40 + 5 * number, seed=700 + number if number % 2 else None) for number, prompt in enumerate(prompts)]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(mesh: Mesh, reference: Reference, wishes: list[Wish]) -> list[Answer]:
-    """Each wish alone; the greedy ones are transformers' tokens."""
+    wishes = [Wish(prompt, 40 + 5 * number, seed=700 + number if number % 2 else None) for number, prompt in enumerate(prompts)]
+    wishes[3] = replace(wishes[3], n=3)
     answers = [ask(mesh.url, mesh.model, wish) for wish in wishes]
     for wish, answer in zip(wishes, answers, strict=True):
-        assert len(answer.ids) == answer.completion_tokens == wish.count
+        assert sum(len(choice.ids) for choice in answer.choices) == answer.completion_tokens == wish.count * wish.n
         if wish.seed is None:
             reference.check(list(wish.prompt), list(answer.ids))
-    return answers
+    for wish, answer in list(zip(wishes, answers, strict=True))[:2]:
+        text = answer.choices[0].text
+        wishes.append(replace(wish, stop=text[-len(text) // 3 :][:8]))
+        answers.append(ask(mesh.url, mesh.model, wishes[-1]))
+        assert answers[-1].choices[0].finish_reason == "stop"
+    return Quiet(wishes, answers)
 
 
 async def disturb(
     url: str,
     model: str,
-    wishes: list[Wish],
-    undisturbed: list[Answer],
+    quiet: Quiet,
     disturbance: Callable[[], Awaitable[None]],
     resumed: Callable[[], float],
 ) -> None:
-    """Streams the wishes while `disturbance` happens. Their answers must be the undisturbed ones, and `resumed` must have grown.
+    """Streams the wishes while `disturbance` happens. Their answers must be those of the quiet run, and `resumed` must have grown.
 
     Again, twice at most, where the machine was so busy that every stream was over before the disturbance came.
     """
     before = resumed()
     for _ in range(3):
         async with httpx.AsyncClient(base_url=url, timeout=180, trust_env=False) as client:
-            readers = await read_all(client, model, wishes, meanwhile=disturbance)
-        assert [reader.answer for reader in readers] == undisturbed
+            readers = await read_all(client, model, quiet.wishes, meanwhile=disturbance)
+        assert [reader.answer for reader in readers] == quiet.answers
         if resumed() > before:
             return
     raise AssertionError("no request was ever resumed")
 
 
-@pytest.mark.composes("worker loss", "greedy", "streaming")
-@pytest.mark.composes("worker loss", "seed", "streaming")
-async def test_a_worker_killed_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh, wishes: list[Wish], undisturbed: list[Answer]) -> None:
+@pytest.mark.composes("worker loss", "n", "seed", "streaming")
+@pytest.mark.composes("worker loss", "greedy", "stop strings", "streaming")
+@pytest.mark.composes("worker loss", "seed", "stop strings", "streaming")
+async def test_a_worker_killed_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh, quiet: Quiet) -> None:
     async def kill() -> None:
         mesh.service("worker").send_signal(signal.SIGKILL)
 
     def resumed() -> float:
         return mesh.metrics("scheduler")["tokenloom:requests_resumed_total"]
 
-    await disturb(mesh.url, mesh.model, wishes, undisturbed, kill, resumed)
+    await disturb(mesh.url, mesh.model, quiet, kill, resumed)
     seen = await mesh.settle()
     assert seen["tokenloom:worker_losses_total"] >= 1
     assert seen["tokenloom:requests_failed_total"] == 0
 
 
-@pytest.mark.composes("session loss", "greedy", "streaming")
-@pytest.mark.composes("session loss", "seed", "streaming")
-async def test_a_scheduler_killed_in_mid_stream_costs_a_pause_and_no_token(
-    mesh: Mesh, wishes: list[Wish], undisturbed: list[Answer]
-) -> None:
+@pytest.mark.composes("session loss", "n", "seed", "streaming")
+@pytest.mark.composes("session loss", "greedy", "stop strings", "streaming")
+@pytest.mark.composes("session loss", "seed", "stop strings", "streaming")
+async def test_a_scheduler_killed_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh, quiet: Quiet) -> None:
     async def kill() -> None:
         mesh.service("scheduler").send_signal(signal.SIGKILL)
 
     def resumed() -> float:
         return mesh.metrics("gateway")["tokenloom:gateway_resumed_requests_total"]
 
-    await disturb(mesh.url, mesh.model, wishes, undisturbed, kill, resumed)
+    await disturb(mesh.url, mesh.model, quiet, kill, resumed)
     assert mesh.metrics("gateway")["tokenloom:gateway_session_losses_total"] >= 1
     seen = await mesh.settle()
     assert seen["tokenloom:requests_admitted_total"] == seen["tokenloom:requests_finished_total"] >= 1
 
 
-@pytest.mark.composes("session loss", "greedy", "streaming", "several gateways")
-@pytest.mark.composes("session loss", "seed", "streaming", "several gateways")
-async def test_a_session_cut_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh, wishes: list[Wish], undisturbed: list[Answer]) -> None:
+@pytest.mark.composes("session loss", "n", "seed", "streaming", "several gateways")
+@pytest.mark.composes("session loss", "greedy", "stop strings", "streaming", "several gateways")
+@pytest.mark.composes("session loss", "seed", "stop strings", "streaming", "several gateways")
+async def test_a_session_cut_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh, quiet: Quiet) -> None:
     processes = [mesh.service(name).pid for name in ("scheduler", "worker")]
     before = await mesh.settle()
     async with ByteProxy(mesh.run_base / "proxy.sock", mesh.socket("scheduler")) as proxy, mesh.second_gateway(proxy.address) as url:
@@ -112,7 +125,7 @@ async def test_a_session_cut_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh
         def resumed() -> float:
             return scrape(f"{url}/metrics")["tokenloom:gateway_resumed_requests_total"]
 
-        await disturb(url, mesh.model, wishes, undisturbed, cut, resumed)
+        await disturb(url, mesh.model, quiet, cut, resumed)
         assert proxy.connections >= 2
     after = await mesh.settle()
     lost = 'tokenloom:request_cancelled_total{reason="session_lost"}'

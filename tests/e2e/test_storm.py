@@ -46,7 +46,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
 
 @pytest.fixture(scope="module")
 def wishes(model_dir: Path) -> list[Wish]:
-    """25 wishes, greedy and seeded in turn: four heads of two blocks, tails of 3 to 15 tokens, outputs of 16 to 48; three longer prompts."""
+    """25 wishes, greedy and seeded in turn: four heads of two blocks, tails of 3 to 15 tokens, three of 80, outputs of 16 to 48."""
     text, count = PROMPTS[-1]
     ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(text, add_special_tokens=False).ids[:count]
     heads = [ids[start : start + 2 * BLOCK_SIZE] for start in (0, 200, 400, 600)]
@@ -162,6 +162,8 @@ async def rage(mesh: Mesh, wishes: list[Wish]) -> tuple[list[Reader], dict[str, 
     return readers, await killer
 
 
+@pytest.mark.composes("worker loss", "preemption", "prefix caching", "chunked prefill", "cancel", "dispatch-ahead", "greedy", "streaming")
+@pytest.mark.composes("worker loss", "preemption", "prefix caching", "chunked prefill", "cancel", "dispatch-ahead", "seed", "streaming")
 async def test_the_storm(crowded: Mesh, wishes: list[Wish], reference: Reference) -> None:
     mesh = crowded
     demand = sum(blocks_for(len(wish.prompt) + wish.count) for wish in (wishes[number % len(wishes)] for number in range(CLIENTS)))
