@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from libs.sampling import SamplingParams
 from services.scheduler.core.request import CancelReason
-from tests.support.core_shapes import Shape, block_edge_prompt
-from tests.support.core_world import OUT_OF_MEMORY, World
+from tests.support.core_shapes import OUT_OF_MEMORY, Shape, block_edge_prompt
+from tests.support.core_world import World
 from tokenloom.worker.v1 import worker_pb2
 
 EVENTS_PER_EPISODE = 400
@@ -42,10 +42,11 @@ def draw_shape(rng: random.Random) -> Shape:
         sequences=rng.choice([1, 3, 6, 6]),
         budget=rng.choice([3, 17, 33, 48, 128, 128]),
         in_flight=rng.choice([1, 2, 3, 3]),
-        distance=rng.choice([1, 1, 2]),
+        distance=rng.choice([1, 1, 1, 2, 3]),
         caching=rng.random() < 0.8,
         chunked=rng.random() < 0.8,
         most_live=rng.choice([4, 12, 24]),
+        most_live_tokens=rng.choice([0, 0, 400]),
         policy=rng.choice(["fcfs", "priority"]),
     )
 
@@ -65,7 +66,7 @@ class Episode:
             self._weights.append(weight * (rng.choice([0, 0, 0.3, 1, 3]) if optional else rng.choice([0.5, 1, 2])))
 
     def _kinds(self) -> list[tuple[Callable[[], None], float, bool]]:
-        world, pick = self.world, self._pick
+        world, pick, rng = self.world, self._pick, self._rng
         return [
             (self._submit, 6, False),
             (lambda: world.dispatch(pick()), 40, False),
@@ -78,13 +79,14 @@ class Episode:
             (lambda: world.run(pick(), refuse=True), 0.4, True),
             (lambda: world.run(pick(), garble=True), 0.2, True),
             (lambda: world.run(pick(), overdo=True), 0.2, True),
-            (lambda: world.run(pick(), row=pick(), outcome=self._rng.choice(_ROWS)), 2, True),
-            (lambda: world.lose(pick(), crashed=self._rng.random() < 0.5), 0.4, True),
+            (lambda: world.run(pick(), row=pick(), outcome=rng.choice(_ROWS)), 2, True),
+            (lambda: world.lose(pick(), crashed=rng.random() < 0.5), 0.4, True),
             (world.attach, 6, False),
-            (lambda: world.cancel(pick(), self._rng.choice(_REASONS)), 3, True),
-            (lambda: world.lose_session(pick(), self._rng.choice([0, 0, 1, 5])), 0.4, True),
+            (lambda: world.cancel(pick(), rng.choice(_REASONS)), 3, True),
+            (lambda: world.cancel(pick(), rng.choice(_REASONS), running=True), 2, True),
+            (lambda: world.lose_session(pick(), rng.choice([0, 0, 1, 5])), 0.4, True),
             (lambda: world.resubmit(pick()), 4, False),
-            (lambda: world.pass_time(self._rng.randint(1, 20)), 2, True),
+            (lambda: world.pass_time(rng.randint(1, 20)), 2, True),
         ]
 
     def _pick(self) -> int:

@@ -369,6 +369,13 @@ CORE_MUTATIONS = [
         "        self._check_room(request)\n",
     ),
     Mutation(
+        "live tokens are not bounded",
+        "20, 33: the scheduler's own bound is the truth",
+        "state",
+        "self.live_tokens + request.most_tokens > limits.max_live_tokens:",
+        "self.live_tokens > 10 * limits.max_live_tokens:",
+    ),
+    Mutation(
         "what fits nowhere waits for ever",
         "12: refused if no group can hold it",
         "state",

@@ -21,7 +21,7 @@ from tests.property.session_mutations import SESSION_MUTATIONS
 
 REPOSITORY = Path(__file__).parents[2]
 # Events per seed and seeds that a mutation must outlive to count as missed. Most fall within the first hundred events.
-EVENTS, SEEDS = 20_000, (1, 2, 3)
+EVENTS, SEEDS = 20_000, tuple(range(1, 11))
 # Seconds after which a drive hangs; an unbroken one takes a tenth of it.
 PATIENCE = 120
 MUTATIONS = [*CORE_MUTATIONS, *SESSION_MUTATIONS]

@@ -18,8 +18,8 @@ from libs.sampling import SamplingParams
 from services.scheduler.core.request import CancelReason, WaitReason
 from services.scheduler.core.stopping import FinishReason
 from tests.property.core_drive import drive
-from tests.support.core_shapes import MAX_MODEL_LEN, Shape, block_edge_prompt
-from tests.support.core_world import OUT_OF_MEMORY, World
+from tests.support.core_shapes import MAX_MODEL_LEN, OUT_OF_MEMORY, Shape, block_edge_prompt
+from tests.support.core_world import World
 from tokenloom.worker.v1 import worker_pb2
 
 SOME = st.integers(0, 5)
@@ -41,6 +41,7 @@ class CoreMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         chunked=st.booleans(),
         most_live=st.sampled_from([4, 24]),
+        most_live_tokens=st.sampled_from([0, 300]),
         policy=st.sampled_from(["fcfs", "priority"]),
     )
     def begin(self, blocks: list[int], slots: int, **sizes: Any) -> None:
@@ -114,9 +115,11 @@ class CoreMachine(RuleBasedStateMachine):
     def worker_attaches(self) -> None:
         self.world.attach()
 
-    @rule(number=st.integers(0, 19), reason=st.sampled_from([CancelReason.CLIENT_DISCONNECTED, CancelReason.TIMEOUT]))
-    def cancel(self, number: int, reason: CancelReason) -> None:
-        self.world.cancel(number, reason)
+    @rule(
+        number=st.integers(0, 19), reason=st.sampled_from([CancelReason.CLIENT_DISCONNECTED, CancelReason.TIMEOUT]), running=st.booleans()
+    )
+    def cancel(self, number: int, reason: CancelReason, running: bool) -> None:
+        self.world.cancel(number, reason, running=running)
 
     @rule(gateway=st.integers(0, 1), unread=st.integers(0, 5))
     def session_is_lost(self, gateway: int, unread: int) -> None:
@@ -168,7 +171,7 @@ EVENTS = {
     "shared": 100,
     "pending": 500,
     "draining": 500,
-    "preempted": 20,
+    "preempted": 10,
     "broken": 50,
     "stale": 100,
     "stale epoch, right number": 10,
@@ -189,7 +192,7 @@ EVENTS = {
     "refused PROMPT_TOO_LONG": 3,
     "refused CANNOT_FIT": 3,
     "ending CANNOT_FIT": 3,
-    "ending POISON_REQUEST": 3,
+    "ending POISON_REQUEST": 2,
     "ending PROTOCOL_VIOLATION": 3,
 }
 

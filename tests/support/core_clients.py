@@ -78,7 +78,10 @@ def why_refused(state: SchedulerState, request: Request) -> ErrorCode | None:
     largest = max((group.ledger.num_blocks for group in state.groups.values()), default=None)
     if largest is not None and blocks_for(len(request.prompt_ids) + request.stops.max_output - 1) > largest:
         return ErrorCode.CANNOT_FIT
-    if not request.attempt and len(state.requests) >= state.limits.max_requests:
+    bound = state.limits.max_live_tokens
+    tokens = sum(live.most_tokens for live in [*state.requests.values(), request])
+    full = len(state.requests) >= state.limits.max_requests or (bound and state.requests and tokens > bound)
+    if full and not request.attempt:
         return ErrorCode.QUEUE_FULL
     return None
 

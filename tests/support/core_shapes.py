@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from libs.blocks import BLOCK_SIZE
+from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.core.plan import StepOutcome, StepPlan
 from services.scheduler.core.state import Group, Limits
 from tests.support.model_worker import ModelWorker, text_table
@@ -15,6 +16,7 @@ GATEWAYS = (7, 8)
 # Six blocks, so that the smallest cache holds one sequence of full length and hardly a second.
 MAX_MODEL_LEN = 96
 TABLE = text_table()
+OUT_OF_MEMORY = TokenloomError(ErrorCode.OUT_OF_MEMORY, "out of memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Shape:
     caching: bool = True
     chunked: bool = True
     most_live: int = 12
+    most_live_tokens: int = 0
     policy: str = "fcfs"
 
     def limits(self) -> Limits:
@@ -39,6 +42,7 @@ class Shape:
             max_tokens_per_step=self.budget if self.chunked else max(self.budget, MAX_MODEL_LEN),
             max_sequences=self.sequences,
             max_requests=self.most_live,
+            max_live_tokens=self.most_live_tokens,
             max_model_len=MAX_MODEL_LEN,
             chunked_prefill=self.chunked,
             prefix_caching=self.caching,

@@ -37,7 +37,6 @@ _ROW_ERRORS = {
     worker_pb2.ROW_OUTCOME_NON_FINITE: ErrorCode.NON_FINITE,
     worker_pb2.ROW_OUTCOME_DEAD_END: ErrorCode.DEAD_END,
 }
-OUT_OF_MEMORY = TokenloomError(ErrorCode.OUT_OF_MEMORY, "out of memory")
 
 
 class World:
@@ -317,11 +316,12 @@ class World:
 
     # Ends
 
-    def cancel(self, number: int, reason: CancelReason) -> None:
-        """Somebody asks for a request's end, be it live or not."""
-        if not self.clients:
+    def cancel(self, number: int, reason: CancelReason, *, running: bool = False) -> None:
+        """Somebody asks for a request's end, be it live or not; `running`: of one that runs."""
+        clients = [client for client in self.clients.values() if not running or client.request.residency is not None][-20:]
+        if not clients:
             return
-        client = list(self.clients.values())[-1 - number % min(len(self.clients), 20)]
+        client = clients[number % len(clients)]
         live, unknown = client.request.key in self.state.requests, self.state.counters.unknown_cancels
         client.cancelled |= live
         effects = self.state.cancel(client.request.key, reason, self.now)
