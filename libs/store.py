@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -56,25 +58,22 @@ class SqliteStore:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._connect() as connection:
+        with self._connected() as connection:
             connection.executescript(_SCHEMA)
 
-    def _connect(self) -> sqlite3.Connection:
+    @contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
+        """A connection for one statement. It is closed by hand: it stands in a cycle of references, and its files stay open till then."""
         try:
-            connection = sqlite3.connect(self._path, timeout=5.0, isolation_level=None)
-            connection.execute("PRAGMA journal_mode=WAL")
-        except sqlite3.Error as error:
-            raise StoreError(f"cannot open {self._path}: {error}") from error
-        return connection
-
-    def _run(self, statement: str, values: tuple[object, ...]) -> list[tuple[str, str]]:
-        connection = self._connect()
-        try:
-            return connection.execute(statement, values).fetchall()
+            with closing(sqlite3.connect(self._path, timeout=5.0, isolation_level=None)) as connection:
+                connection.execute("PRAGMA journal_mode=WAL")
+                yield connection
         except sqlite3.Error as error:
             raise StoreError(f"{self._path}: {error}") from error
-        finally:
-            connection.close()
+
+    def _run(self, statement: str, values: tuple[object, ...]) -> list[tuple[str, str]]:
+        with self._connected() as connection:
+            return connection.execute(statement, values).fetchall()
 
     def put(self, key: str, value: str, *, ttl_seconds: float) -> None:
         """See Store."""

@@ -1,8 +1,10 @@
 """The contract of Store. A further implementation joins by adding its factory to `STORES`: (directory) -> Store on shared state."""
 
+import gc
 import sqlite3
 import threading
 
+import psutil
 import pytest
 
 from libs.store import Entry, SqliteStore, StoreError
@@ -125,3 +127,14 @@ def test_a_file_that_breaks_later_is_a_store_error(tmp_path):
     connection.close()
     with pytest.raises(StoreError):
         store.list("")
+
+
+def test_no_file_stays_open_until_the_garbage_is_collected(tmp_path):
+    gc.disable()  # only a collection would close what was forgotten
+    try:
+        store = sqlite_store(tmp_path)
+        store.put("workers/a", "here", ttl_seconds=60)
+        sqlite_store(tmp_path).list("workers/")
+        assert not [file.path for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]
+    finally:
+        gc.enable()
