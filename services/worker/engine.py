@@ -40,10 +40,10 @@ class Executed:
 
 
 class Engine:
-    """See the module. Everything that can be refused is refused while loading."""
+    """See the module. Everything that can be refused is refused while loading. `step` is the model, bound to its executor and cache."""
 
     def __init__(self, step: Step, facts: worker_pb2.WorkerFacts) -> None:
-        self._step = step
+        self.step = step
         self.facts = facts
         self.limits = Limits(
             num_slots=facts.num_slots,
@@ -69,7 +69,7 @@ class Engine:
         began = time.perf_counter_ns()
         inputs, sampling = build_inputs(rows), build_sampling(rows, vocabulary)
         prepared = time.perf_counter_ns()
-        logits = self._step(inputs)
+        logits = self.step(inputs)
         computed = time.perf_counter_ns()
         sampled = sample(logits, sampling, vocabulary)
         ended = time.perf_counter_ns()

@@ -76,14 +76,14 @@ def test_chunked_prefill_changes_nothing(engine: Engine, chunk: int):
 def test_logits_are_bit_identical_whatever_else_is_in_the_step(engine: Engine):
     """The model's own output, not only its best token: this is what seeds and exact continuation stand on."""
     seen: list[torch.Tensor] = []
-    step = engine._step
+    step = engine.step
 
     def spy(*args: object) -> torch.Tensor:
         logits = step(*args)
         seen.append(logits.clone())
         return logits
 
-    engine._step = spy
+    engine.step = spy
     try:
         Driver(engine, seed=3).step([(0, 30, True)], [opening(0, prompt(30, 7))])
         for others in (1, 2, 6, 11, 14):
@@ -91,7 +91,7 @@ def test_logits_are_bit_identical_whatever_else_is_in_the_step(engine: Engine):
             Driver(engine, seed=others).step([(item.slot, item.prompt_ids.size, True) for item in opens], opens)
             assert torch.equal(seen[-1][0], seen[0][0])
     finally:
-        engine._step = step
+        engine.step = step
 
 
 def test_a_sequence_reopened_with_its_output_continues_as_if_never_left(engine: Engine):

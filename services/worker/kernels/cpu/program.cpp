@@ -9,10 +9,13 @@ namespace tokenloom {
 
 namespace {
 
-// Rows of a piece: few enough that pieces are short (a member that lost its core holds up only its own), enough that claiming costs nothing.
+// Rows of a piece: enough that claiming costs nothing, few enough that it takes some 10 to 50 us. Members then end an operation at about the
+// same time: who waits longer than it spins gives its core to a busy neighbour, if there is one, for milliseconds.
 constexpr int kRowsAtOnce = 16;
 constexpr int kLinearRowsAtOnce = 64;
+// Panels of a piece: several only where a product has so few rows that one takes no time.
 constexpr int kMostPanelsAtOnce = 4;
+constexpr int kFewRows = 8;
 // Pieces that a product should have per member, so that all of them end at about the same time.
 constexpr int kPiecesPerMember = 8;
 constexpr size_t kAlignment = 64;
@@ -39,8 +42,6 @@ Program::Program(const Variant &variant, Team &team, const Instruction *instruct
         if (item.kind == Kind::kEmbedding) vocabulary_ = std::min<int64_t>(vocabulary_, item.bound);
         if (item.kind == Kind::kRopeCache) positions_ = std::min<int64_t>(positions_, item.bound);
         if (item.kind == Kind::kRopeCache || item.kind == Kind::kAttention) blocks_ = std::min<int64_t>(blocks_, item.blocks);
-        if (item.kind == Kind::kLinear)
-            cut.panels = std::clamp(ceil_div(item.outputs, kPanel) / (kPiecesPerMember * team.size()), 1, kMostPanelsAtOnce);
         if (item.kind != Kind::kAttention) continue;
         const int32_t queries = kTileRows / (item.query_heads / item.kv_heads);
         auto same = std::find_if(tilings_.begin(), tilings_.end(), [&](const Tiling &tiling) { return tiling.queries == queries; });
@@ -124,8 +125,10 @@ void Program::cut() {
         Cut &cut = cuts_[index];
         const int32_t rows = rows_of(item.sampled);
         if (item.kind == Kind::kLinear) {
+            const int panels = ceil_div(item.outputs, kPanel);
             cut.across = ceil_div(rows, kLinearRowsAtOnce);
-            cut.pieces = static_cast<uint32_t>(cut.across) * ceil_div(ceil_div(item.outputs, kPanel), cut.panels);
+            cut.panels = rows > kFewRows ? 1 : std::clamp(panels / (kPiecesPerMember * team_.size()), 1, kMostPanelsAtOnce);
+            cut.pieces = static_cast<uint32_t>(cut.across) * ceil_div(panels, cut.panels);
         } else if (item.kind == Kind::kAttention) {
             cut.pieces = static_cast<uint32_t>(tilings_[cut.tiles].tiles.size()) * item.kv_heads;
         } else {

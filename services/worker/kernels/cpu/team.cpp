@@ -3,12 +3,16 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <chrono>
+
 namespace tokenloom {
 
 namespace {
 
-// Looks before a waiting thread yields its core: some 20 us, longer than a piece of work takes as a rule.
-constexpr int kSpins = 400;
+// How long a waiting thread spins before it yields its core between looks. Beside a busy process longer spins only keep the core from a member
+// that needs it (measured: decode steps of one row take 26 ms with 5 us, 36 with 100, 68 with 400); alone, yielding costs nothing.
+constexpr std::chrono::microseconds kSpinTime(5);
+constexpr int kSpinsPerLook = 16;
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -36,14 +40,21 @@ class BlockedSignals {
 }  // namespace
 
 bool Progress::wait(uint32_t step) const {
+    std::chrono::steady_clock::time_point began{};
+    bool yielding = false;
     for (int looks = 0;; ++looks) {
         const uint64_t word = unfinished_.load(std::memory_order_acquire);
         if (word >> 32 != step) return false;
         if (static_cast<uint32_t>(word) == 0) return true;
-        if (looks < kSpins)
-            relax();
-        else
+        if (yielding) {
             std::this_thread::yield();
+            continue;
+        }
+        relax();
+        if (looks % kSpinsPerLook != 0) continue;
+        const auto now = std::chrono::steady_clock::now();
+        if (looks == 0) began = now;
+        yielding = now - began >= kSpinTime;
     }
 }
 

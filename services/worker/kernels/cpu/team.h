@@ -38,7 +38,7 @@ class Progress {
     // A claimed piece is done: what it wrote is seen by whoever sees all pieces finished.
     void finish() { unfinished_.fetch_sub(1, std::memory_order_acq_rel); }
 
-    // Waits until all pieces are finished; false: the step is over. Spins for some microseconds, then yields the core between looks.
+    // Waits until all pieces are finished; false: the step is over. Spins for a few microseconds, then yields the core between looks.
     bool wait(uint32_t step) const;
 
   private:

@@ -1,0 +1,31 @@
+"""The measurement of the forward pass, on a model of no size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import executor
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "CASES", {"decode 2": (2, 20, 1), "prefill 40": (1, 0, 40)})
+
+
+@pytest.mark.usefixtures("small")
+def test_each_executor_is_measured_in_each_case_beside_busy_processes(tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = [str(tiny_llama_dir), "--kernels", "cpu", "reference", "--rounds", "2", "--busy", "1", "--threads", "2", "--kinds"]
+    assert executor.main(arguments) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("decode 2", "prefill 40"))]
+    assert [line.split()[2] for line in lines[:4]] == ["cpu", "reference", "cpu", "reference"]
+    assert "x 1.00" in lines[0]
+    assert "linear" in lines[4]
+    assert "attention" in lines[5]
+
+
+def test_a_cache_too_small_for_the_cases_is_refused(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executor, "CASES", {"long": (10**7, 16, 1)})
+    with pytest.raises(SystemExit, match="need 20000000 KV blocks"):
+        executor.Contender(tiny_llama_dir, "cpu", 1)
