@@ -31,6 +31,12 @@ class SchedulerConfig(ServiceConfig):
     dispatch_margin_ms: float = Field(
         3.0, ge=0, description="Step N+1 is planned and sent when step N is predicted to end within this time. 0: only after N's result."
     )
+    max_lease_steps: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Most decode steps that a worker is granted in one message; cut short when somebody arrives or leaves. 1: no leases.",
+    )
     worker_grace: float = Field(60.0, gt=0, description="Seconds that requests wait for a worker to come back before they fail with 503.")
     step_timeout: float = Field(
         120.0,

@@ -12,7 +12,7 @@ from libs.packing import pack_ids, unpack_ids
 from libs.sampling import SamplingParams
 from libs.telemetry.tracing import TraceParent
 from services.scheduler.core.naming import extend_names
-from services.scheduler.core.plan import BatchOutcome, PlannedOpen, RowOutcome, StepOutcome, StepPlan, StepTimings
+from services.scheduler.core.plan import BatchOutcome, Cut, PlannedOpen, RowOutcome, StepOutcome, StepPlan, StepTimings
 from services.scheduler.core.request import CancelReason, Request, RequestKey, Timeline
 from services.scheduler.core.stopping import FinishReason, Stop, StopRules, StopTracker
 from tokenloom.common.v1 import common_pb2
@@ -133,13 +133,13 @@ def _check_submit(submit: scheduler_pb2.Submit, rules: SubmitRules) -> None:
 
 
 def to_batch(plan: StepPlan, trace_of: Callable[[RequestKey], WireTrace | None]) -> worker_pb2.StepBatch:
-    """A plan as it travels."""
+    """A plan as it travels; the first one of a lease speaks for all its steps."""
     rows = plan.rows
     return worker_pb2.StepBatch(
         epoch=plan.epoch,
         number=plan.number,
         predecessor=plan.predecessor,
-        lease_steps=1,
+        lease_steps=plan.steps,
         closes=plan.closes,
         opens=[_to_open(entry, trace_of(entry.request.key)) for entry in plan.opens],
         slots=[row.residency.slot for row in rows],
@@ -183,6 +183,16 @@ def from_result(result: worker_pb2.StepResult) -> StepOutcome:
         TokenloomError.from_proto(result.error) if result.HasField("error") else None,
         StepTimings(timings.queued_us, timings.prepare_us, timings.forward_us, timings.sample_us, timings.total_us, timings.idle_us),
     )
+
+
+def to_cut(cut: Cut) -> worker_pb2.Cut:
+    """The wish that a lease ends early, as it travels."""
+    return worker_pb2.Cut(epoch=cut.epoch, number=cut.number, last_step=cut.last_step)
+
+
+def from_closed(closed: worker_pb2.Closed) -> Cut:
+    """The answer to it: where the lease really ends."""
+    return Cut(closed.epoch, closed.number, closed.last_step)
 
 
 def to_ending(request: Request, clock: Clock) -> scheduler_pb2.Ending:

@@ -19,7 +19,8 @@ from services.scheduler import convert
 from services.scheduler.clients import Clients
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.convert import SubmitRules
-from services.scheduler.core.apply import apply, lose_group
+from services.scheduler.core.apply import apply, close, lose_group
+from services.scheduler.core.leases import can_dispatch, cut, messages_in_flight, wants_cut
 from services.scheduler.core.plan import BatchOutcome, Effects, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy
@@ -165,6 +166,7 @@ class Engine:
         if outcome.outcome is BatchOutcome.NOT_RUN and not head.predecessor:
             self._clients.publish(effects)
             raise LostWorker(f"the worker refused step {head.number}, which has no predecessor")
+        began = pace.started_ns if head.is_later else head.planned_ns
         pace.started_ns = now
         if outcome.outcome is BatchOutcome.OK and pace.observe(head, outcome.timings.total_us):
             slow = RequestEvent("slow_step", now, f"{outcome.timings.total_us // 1000} ms", amount=head.tokens)
@@ -174,18 +176,34 @@ class Engine:
         if outcome.error is not None:
             budget = group.most_tokens or state.limits.max_tokens_per_step
             log.error("batch did not run", worker=link.name, step=outcome.number, error=outcome.error.message, token_budget=budget)
-        self._account_step(group, pace, head, now)
+        self._account_step(group, pace, head, began, now)
         self._clients.publish(effects)
 
-    def _account_step(self, group: Group, pace: Pace, head: StepPlan, now: int) -> None:
+    def worker_closed(self, link: WorkerLink, closed: worker_pb2.Closed) -> None:
+        """See LinkOwner: who waited for the lease's end is planned for now."""
+        pace, state = self._paces.get(link.name), self.state
+        if pace is None or state is None:
+            return
+        now, group = self._clock.monotonic_ns(), state.groups[link.name]
+        effects = close(state, group, convert.from_closed(closed), now)
+        self._dispatch(group, pace)
+        if not group.in_flight:
+            self._account_freed(pace, group.last_number, now)
+        self._clients.publish(effects)
+
+    def _account_step(self, group: Group, pace: Pace, head: StepPlan, began: int, now: int) -> None:
         metrics = self._metrics
         if head.rows:
-            ahead = group.in_flight[0].planned_ns if group.in_flight else now
-            metrics.lead_time.observe(max(0, now - ahead) / 1e9)
-            metrics.step_time.observe((now - head.planned_ns) / 1e9)
+            following = group.in_flight[0] if group.in_flight else None
+            if following is None or not following.is_later:
+                metrics.lead_time.observe(max(0, now - following.planned_ns) / 1e9 if following else 0.0)
+            metrics.step_time.observe((now - began) / 1e9)
             metrics.step_tokens.observe(head.tokens)
-        for since in pace.take_freed(head.number):
-            metrics.cancel_to_free.observe((now - since) / 1e9)
+        self._account_freed(pace, head.settles, now)
+
+    def _account_freed(self, pace: Pace, step: int, now: int) -> None:
+        for since in pace.take_freed(step):
+            self._metrics.cancel_to_free.observe((now - since) / 1e9)
 
     def kick(self) -> None:
         """Plans for every group once the current burst of messages has been read."""
@@ -201,28 +219,37 @@ class Engine:
         self._arm_deadline()
 
     def _dispatch(self, group: Group, pace: Pace) -> None:
-        """Sends the next batch if its time has come: at once when the worker is idle, else shortly before the running one ends."""
+        """Sends the next batch if its time has come: at once when the worker is idle, else shortly before the running one ends.
+
+        A lease that is in somebody's way is cut; its answer brings us back here.
+        """
         state = self.state
         if state is None:
             return
         pace.stop_timer()
-        while group.can_dispatch:
+        if wants_cut(state, group) and (asked := cut(group)) is not None:
+            pace.link.send_cut(convert.to_cut(asked))
+        while can_dispatch(group):
             now = self._clock.monotonic_ns()
             if group.in_flight and not self._is_due(group, pace, now):
                 return
-            step = plan(state, group, now)
+            idle, most, due = not group.in_flight, 1 if self._draining else self._config.max_lease_steps, state.next_deadline_ns
+            if most > 1:
+                most = pace.lease_steps(len(group.running), most, due, now)
+            step = plan(state, group, now, most)
             if step is None:
                 return
-            if len(group.in_flight) == 1:
+            if idle:
                 pace.started_ns = now
+            self._metrics.lease_steps.observe(step.steps)
             pace.link.send(convert.to_batch(step, lambda key: self._clients.wire_trace(state.requests.get(key))))
             self._metrics.plan_time.observe((self._clock.monotonic_ns() - now) / 1e9)
 
     def _is_due(self, group: Group, pace: Pace, now: int) -> bool:
         """Whether a batch may be sent behind the running one now; if that moment is foreseeable, a timer waits for it."""
         margin_us = self._config.dispatch_margin_ms * 1000
-        wait_us = pace.wait_us(group.in_flight[0], margin_us, now)
-        if wait_us is None or not margin_us or len(group.in_flight) > 1:
+        wait_us = pace.wait_us(group.in_flight[0], margin_us, now, steps=len(group.in_flight))
+        if wait_us is None or not margin_us or messages_in_flight(group) > 1:
             return False
         # The loop's timers have a resolution of a millisecond: less than half of one is now.
         if wait_us < 500:

@@ -15,6 +15,7 @@ from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
 
 _SNAPSHOT_TIMEOUT = 5.0
+_LEASE_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
 class SchedulerMetrics:
@@ -30,13 +31,18 @@ class SchedulerMetrics:
             "cancel_to_free_seconds",
             "A cancel's arrival to its blocks being free: at most the batches already sent. Grows: long steps.",
         )
-        self.step_time = histogram("scheduler_step_seconds", "Dispatch of a batch to its result.", STEP_BUCKETS)
+        self.step_time = histogram(
+            "scheduler_step_seconds", "Dispatch of a batch, or the end of the step before it in its lease, to its result.", STEP_BUCKETS
+        )
         self.plan_time = histogram("scheduler_plan_seconds", "Planning and sending a step. Over 1 ms: profile it.", STEP_BUCKETS)
         self.apply_time = histogram("scheduler_apply_seconds", "Applying a result. Over 1 ms: profile it.", STEP_BUCKETS)
         self.lead_time = histogram(
             "dispatch_lead_seconds",
             "How long before the previous result a step was sent (dispatch-ahead); 0: after it.",
             STEP_BUCKETS,
+        )
+        self.lease_steps = histogram(
+            "lease_steps", "Steps granted in one message. Always 1 though --max-lease-steps is more: somebody always waits.", _LEASE_BUCKETS
         )
         self.step_tokens = histogram("iteration_tokens_total", "Tokens of a step.", TOKEN_BUCKETS)
         self.generation_tokens = self._counter("generation_tokens", "Output tokens that requests took.")
@@ -116,8 +122,11 @@ def _read(state: SchedulerState | None) -> Iterator[Metric]:
         ("sibling_shared_tokens", counters.sibling_shared, "Prompt tokens that further choices (n > 1) took from the first one's blocks."),
         ("stale_results", counters.stale_results, "Late or duplicate results that were ignored."),
         ("unknown_cancels", counters.unknown_cancels, "Cancels of requests that had ended already."),
-        ("scheduler_steps", counters.steps, "Batches planned."),
+        ("scheduler_steps", counters.steps, "Batches planned, and further steps of leases that ran."),
         ("scheduler_mixed_steps", counters.mixed_steps, "Batches that held prefill and decode rows."),
+        ("leases", counters.leases, "Batches that granted several steps."),
+        ("cut_leases", counters.cut_leases, "Leases that ended early. Nearly all of leases: fewer --max-lease-steps."),
+        ("stale_closed", counters.stale_closed, "Answers to cuts that came too late or twice and were ignored."),
     ):
         yield CounterMetricFamily(f"tokenloom:{name}", text, value=value)
     preemptions = CounterMetricFamily(

@@ -31,10 +31,23 @@ class Pace:
             self.timer.cancel()
             self.timer = None
 
-    def wait_us(self, head: StepPlan, margin_us: float, now_ns: int) -> float | None:
-        """Microseconds until the batch behind the running `head` should be sent (negative: it is late); None: not foreseeable."""
+    def wait_us(self, head: StepPlan, margin_us: float, now_ns: int, steps: int = 1) -> float | None:
+        """Microseconds until the batch behind the running `head` should be sent (negative: it is late); None: not foreseeable.
+
+        `steps`: of the lease that `head` is the first of, it included.
+        """
         predicted_us = self.predictor.predict_us(head.tokens, len(head.rows))
-        return None if predicted_us is None else predicted_us - margin_us - (now_ns - self.started_ns) / 1000
+        return None if predicted_us is None else steps * predicted_us - margin_us - (now_ns - self.started_ns) / 1000
+
+    def lease_steps(self, rows: int, most: int, due_ns: int | None, now_ns: int) -> int:
+        """Steps, at most `most`, that a lease of so many decode rows may have to be over when the next deadline falls due (None: never).
+
+        1, which is no lease, until such a step was seen.
+        """
+        predicted_us = self.predictor.predict_us(rows, rows)
+        if predicted_us is None or due_ns is None:
+            return 1 if predicted_us is None else most
+        return max(1, min(most, int((due_ns - now_ns) / 1000 / max(1.0, predicted_us))))
 
     def patience_us(self, head: StepPlan | None, most_us: float) -> float:
         """How long the running `head` may run before the worker counts as hung: many times what its class takes, at most `most_us`."""

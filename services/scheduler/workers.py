@@ -51,6 +51,9 @@ class LinkOwner(Protocol):
     def worker_answered(self, link: WorkerLink, result: worker_pb2.StepResult) -> None:
         """A batch's outcome has arrived. Raises LostWorker when the answer shows that the worker must be attached anew."""
 
+    def worker_closed(self, link: WorkerLink, closed: worker_pb2.Closed) -> None:
+        """A worker says where the lease that it was asked to end early does end."""
+
 
 class LostWorker(Exception):
     """The stream must end: the reason is the message."""
@@ -58,7 +61,7 @@ class LostWorker(Exception):
 
 @dataclass(eq=False)
 class WorkerLink:
-    """The stream to one worker group. `outgoing` holds at most the batches that the group may have in flight."""
+    """The stream to one worker group. `outgoing` holds at most the batches that the group may have in flight, and a cut."""
 
     address: str
     owner: LinkOwner
@@ -85,6 +88,10 @@ class WorkerLink:
     def send(self, batch: worker_pb2.StepBatch) -> None:
         """Queues a batch for the stream."""
         self.outgoing.put_nowait(worker_pb2.RunRequest(batch=batch))
+
+    def send_cut(self, cut: worker_pb2.Cut) -> None:
+        """Queues a cut for the stream."""
+        self.outgoing.put_nowait(worker_pb2.RunRequest(cut=cut))
 
     async def _run(self) -> None:
         backoff, said = _BACKOFF_FIRST, ""
@@ -169,6 +176,8 @@ class WorkerLink:
         match message.WhichOneof("kind"):
             case "result":
                 self.owner.worker_answered(self, message.result)
+            case "closed":
+                self.owner.worker_closed(self, message.closed)
             case "heartbeat" if message.heartbeat.epoch == epoch:
                 self.heartbeat = message.heartbeat
                 if message.heartbeat.running_us > self.owner.step_patience_us(self):

@@ -54,8 +54,8 @@ CORE_MUTATIONS = [
         "answers behind a failed batch are believed",
         "2: a batch runs only if its predecessor completed",
         "planner",
-        "if not group.can_dispatch or group.broken or",
-        "if not group.can_dispatch or",
+        "if not can_dispatch(group) or group.broken or",
+        "if not can_dispatch(group) or",
     ),
     Mutation(
         "a batch names no predecessor",
@@ -111,7 +111,7 @@ CORE_MUTATIONS = [
     Mutation(
         "hits are not capped",
         "6: at least the last known token is computed",
-        "planner",
+        "leases",
         "request.block_names[: (request.known - 1) // BLOCK_SIZE]",
         "request.block_names[: request.known // BLOCK_SIZE]",
         quick=True,

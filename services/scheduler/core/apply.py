@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from libs.blocks import BLOCK_SIZE
 from libs.errors import ErrorCode, TokenloomError
+from services.scheduler.core.leases import open_lease
 from services.scheduler.core.naming import extend_names
-from services.scheduler.core.plan import BatchOutcome, Delta, Effects, PlannedRow, RowOutcome, StepOutcome, StepPlan
+from services.scheduler.core.plan import BatchOutcome, Cut, Delta, Effects, PlannedRow, RowOutcome, StepOutcome, StepPlan
 from services.scheduler.core.request import Ending, Request, RequestState, Residency
 from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import FinishReason
@@ -41,6 +42,33 @@ def apply(state: SchedulerState, group: Group, outcome: StepOutcome, now_ns: int
     return effects
 
 
+def close(state: SchedulerState, group: Group, closed: Cut, now_ns: int) -> Effects:
+    """The worker's answer to a cut: of the lease nothing runs after `last_step`, and the plans behind that are withdrawn.
+
+    A late, duplicate or unknown one is counted and ignored.
+    """
+    effects, lease = Effects(), open_lease(group)
+    if lease is None or not lease.asked or (closed.epoch, closed.number) != (group.epoch, lease.first):
+        state.counters.stale_closed += 1
+        return effects
+    lease.closed = True
+    lease.last = min(lease.granted, max(lease.first, closed.last_step))
+    if lease.last == lease.granted:
+        return effects
+    state.counters.cut_leases += 1
+    while group.in_flight and group.in_flight[-1].number > lease.last:
+        plan = group.in_flight.pop()
+        _unresolve(plan)
+        for row in plan.rows:
+            row.residency.planned, row.residency.last_batch = row.start, lease.last
+    # No number is given twice: whatever bears one of a step that never ran is stale.
+    group.chain_head = lease.last
+    if not group.in_flight:
+        group.ledger.resolve(lease.granted)
+    _recover_if_drained(state, group, now_ns, effects)
+    return effects
+
+
 def lose_group(state: SchedulerState, group: Group, now_ns: int, *, crashed: bool) -> Effects:
     """The group's stream is gone: its requests return to the queue with what they have. `crashed`: the batch it was running is suspect."""
     effects = Effects()
@@ -58,6 +86,8 @@ def lose_group(state: SchedulerState, group: Group, now_ns: int, *, crashed: boo
 def _apply_ok(state: SchedulerState, group: Group, plan: StepPlan, outcome: StepOutcome, now_ns: int, effects: Effects) -> None:
     _unresolve(plan)
     device_us, ended = outcome.timings.forward_us + outcome.timings.sample_us, RequestState.ENDED
+    if plan.is_later:
+        _count_later_step(state, plan)
     for row, row_outcome, tokens in zip(plan.rows, outcome.rows, outcome.tokens, strict=True):
         if row_outcome not in _COMPUTED:
             row.residency.void = True
@@ -68,9 +98,16 @@ def _apply_ok(state: SchedulerState, group: Group, plan: StepPlan, outcome: Step
             continue
         row.request.timeline.device_us += device_us
         _apply_row(state, group, row, row_outcome, tokens, now_ns, effects)
-    group.ledger.resolve(plan.number)
+    group.ledger.resolve(plan.settles)
     state.quarantine.clear(row.request for row in plan.rows)
     _recover_if_drained(state, group, now_ns, effects)
+
+
+def _count_later_step(state: SchedulerState, plan: StepPlan) -> None:
+    """Later steps of a lease count when they have run: one that is cut never does."""
+    state.counters.steps += 1
+    for row in plan.rows:
+        row.request.timeline.steps += 1
 
 
 def _apply_row(
@@ -134,7 +171,7 @@ def _publish_outputs(group: Group, request: Request, residency: Residency) -> No
 def _apply_failed(state: SchedulerState, group: Group, plan: StepPlan, outcome: StepOutcome, now_ns: int, effects: Effects) -> None:
     group.ledger.withdraw(plan.number)
     _unresolve(plan)
-    group.ledger.resolve(plan.number)
+    group.ledger.resolve(plan.settles)
     group.closing.update(plan.closes)
     if outcome.outcome is not BatchOutcome.NOT_RUN and not group.broken and not _smaller_steps_help(state, group, plan, outcome):
         group.suspects = _live(plan)

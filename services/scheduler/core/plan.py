@@ -39,9 +39,36 @@ class PlannedOpen:
     blocks: Sequence[int]
 
 
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Consecutive steps `first` .. `last` of the same rows that travel in one message, each with a plan of its own (PROTOCOL.md rule 27).
+
+    `granted`: the last step that the worker was given; beyond `last`, which a cut moves, nothing runs. `asked`: a cut is on its way;
+    `closed`: the worker has answered it, so that `last` stands.
+    """
+
+    first: int
+    last: int
+    granted: int
+    asked: bool = False
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The wish that of the lease which began at step `number` nothing runs after `last_step`."""
+
+    epoch: int
+    number: int
+    last_step: int
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """A batch: what one group does in step `number`. Results are resolved through it, never through slots."""
+    """A batch, or one step of a leased one: what one group does in step `number`. Results are resolved through it, never through slots.
+
+    `lease`: None for a batch of one step.
+    """
 
     group: str
     epoch: int
@@ -51,6 +78,22 @@ class StepPlan:
     opens: list[PlannedOpen] = field(default_factory=list)
     closes: list[int] = field(default_factory=list)
     planned_ns: int = 0
+    lease: Lease | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps that its message grants."""
+        return 1 if self.lease is None else self.lease.granted - self.lease.first + 1
+
+    @property
+    def is_later(self) -> bool:
+        """Whether it travelled in the message of an earlier step."""
+        return self.lease is not None and self.number > self.lease.first
+
+    @property
+    def settles(self) -> int:
+        """The step up to which everything is over once this one is: the last of a lease that was cut stands for those that never run."""
+        return self.lease.granted if self.lease is not None and self.number == self.lease.last else self.number
 
     @property
     def tokens(self) -> int:

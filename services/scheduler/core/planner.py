@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from libs.blocks import BLOCK_SIZE, blocks_for
+from services.scheduler.core.leases import can_dispatch, grant, lookup
 from services.scheduler.core.ledger import Hit
 from services.scheduler.core.plan import PlannedOpen, PlannedRow, StepPlan
 from services.scheduler.core.request import Request, RequestEvent, RequestState, Residency, WaitReason
@@ -25,20 +26,23 @@ from services.scheduler.core.state import Group, SchedulerState
 # Requests that may be passed over in one step, and why: what they wait for is not in the way of others.
 _MAX_ASIDE = 64
 _PASSED_OVER = frozenset({WaitReason.PREFIX_IN_FLIGHT, WaitReason.QUARANTINE, WaitReason.GROUP_TOO_SMALL})
+# Reasons that another step alone does not change: while all who wait have one of them, a lease is in nobody's way.
+_LASTING = frozenset({WaitReason.NO_SLOT, WaitReason.NO_BLOCKS, WaitReason.GROUP_TOO_SMALL})
 
 
-def plan(state: SchedulerState, group: Group, now_ns: int) -> StepPlan | None:
+def plan(state: SchedulerState, group: Group, now_ns: int, most_steps: int = 1) -> StepPlan | None:
     """The next batch of `group`, or None when there is nothing to run or no batch may be sent now.
 
-    Changes the state as if the batch were on its way: blocks are taken, `planned` advances, requests are admitted or preempted.
+    Changes the state as if the batch were on its way: blocks are taken, `planned` advances, requests are admitted or preempted. Where all
+    rows are decodes and nobody could enter soon, it is a lease of up to `most_steps` steps, whose first plan is returned.
     """
     isolated = state.is_isolated(group)
-    if not group.can_dispatch or group.broken or (isolated and group.in_flight):
+    if not can_dispatch(group) or group.broken or (isolated and group.in_flight):
         return None
     draft = _Draft(state, group, isolated, now_ns)
     draft.add_running()
     draft.admit_waiting()
-    return draft.finish()
+    return draft.finish(most_steps)
 
 
 class _Draft:
@@ -51,8 +55,10 @@ class _Draft:
         # With nothing in flight every request is far enough from its last batch, and the numbers must say so.
         self._number = group.last_number + (1 if group.in_flight else group.feed_forward_distance)
         self._plan = StepPlan(group.name, group.epoch, self._number, group.chain_head, planned_ns=now_ns)
+        # Whether somebody who waits may be admitted by the next step already.
+        self._soon = False
 
-    def finish(self) -> StepPlan | None:
+    def finish(self, most_steps: int) -> StepPlan | None:
         """The plan, entered into the group's chain; None when there is nothing to tell the worker.
 
         Slots to be closed ride with the next rows; with none in sight they travel alone, so that an idle worker does not hold them.
@@ -62,11 +68,22 @@ class _Draft:
             return None
         self._plan.closes = sorted(group.closing)
         group.closing.clear()
-        group.last_number = group.chain_head = self._number
+        later = grant(group, self._plan, most_steps) if most_steps > 1 and self._may_lease() else []
+        group.last_number = group.chain_head = self._number + len(later)
         group.in_flight.append(self._plan)
+        group.in_flight.extend(later)
         counters.steps += bool(self._plan.rows)
         counters.mixed_steps += self._plan.is_mixed
+        counters.leases += bool(later)
         return self._plan
+
+    def _may_lease(self) -> bool:
+        """Whether the same rows may run several steps on end: all decode, everybody who runs is among them, and nobody waits for a step."""
+        rows = self._plan.rows
+        if self._soon or self._suspicious or self._distance > 1 or not rows or not all(row.count == 1 and row.sample for row in rows):
+            return False
+        planned = (request.residency for request in self._group.running if request.remaining)
+        return all(residency is not None and residency.last_batch == self._number for residency in planned)
 
     def add_running(self) -> None:
         """Rows for the requests that run already: decodes, then prefills, both in the order of their ranks."""
@@ -158,6 +175,7 @@ class _Draft:
             if reason is None:
                 continue
             request.wait(reason, self._now)
+            self._soon = self._soon or reason not in _LASTING
             if reason not in _PASSED_OVER or len(aside) >= _MAX_ASIDE:
                 break
             self._state.queue.remove(request)
@@ -187,7 +205,7 @@ class _Draft:
             return WaitReason.TOKEN_BUDGET
         if not self._make_slot():
             return WaitReason.NO_SLOT
-        hit = self._lookup(request)
+        hit = lookup(self._state, self._group, request)
         if hit.next_is_pending:
             return WaitReason.PREFIX_IN_FLIGHT
         computed = len(hit.blocks) * BLOCK_SIZE
@@ -216,18 +234,10 @@ class _Draft:
         frozen.wait(WaitReason.QUARANTINE, self._now)
         return True
 
-    def _lookup(self, request: Request) -> Hit:
-        # Without prefix caching names are private to a family: a child still finds its parent's blocks.
-        if not request.cacheable or not (self._state.limits.prefix_caching or request.parent):
-            return Hit([], False)
-        # At least the last known token is computed: its logits are what the next token is drawn from.
-        return self._group.ledger.lookup(request.block_names[: (request.known - 1) // BLOCK_SIZE])
-
     def _lacks_blocks(self, request: Request, hit: Hit) -> WaitReason | None:
         """Why the blocks for all known tokens cannot be had now; None: they can. Others that run keep a small reserve to grow into."""
-        ledger, group = self._group.ledger, self._group
-        reserve = max(1, ledger.num_blocks // 100) if group.running else 0
-        needed = blocks_for(request.known) - len(hit.blocks) + reserve
+        ledger = self._group.ledger
+        needed = blocks_for(request.known) - len(hit.blocks) + self._group.reserve
         while ledger.spare_without(hit.blocks) < needed:
             if ledger.spare_without(hit.blocks) + ledger.draining >= needed:
                 return WaitReason.DRAINING_BLOCKS

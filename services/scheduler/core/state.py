@@ -81,9 +81,9 @@ class Group:
         return cls(name, epoch, BlockLedger(num_blocks), list(range(num_slots - 1, -1, -1)), max_in_flight, distance)
 
     @property
-    def can_dispatch(self) -> bool:
-        """Whether another batch may be sent before an answer comes."""
-        return len(self.in_flight) < self.max_in_flight
+    def reserve(self) -> int:
+        """Blocks that are left to those who run, to grow into."""
+        return max(1, self.ledger.num_blocks // 100) if self.running else 0
 
     def holds(self, request: Request) -> bool:
         """Whether the request fits this group's cache to its last token, were it alone there."""
@@ -122,6 +122,9 @@ class Counters:
     unknown_cancels: int = 0
     steps: int = 0
     mixed_steps: int = 0
+    leases: int = 0
+    cut_leases: int = 0
+    stale_closed: int = 0
 
 
 def _rank(request: Request) -> tuple[int, int]:
