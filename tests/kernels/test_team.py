@@ -70,7 +70,7 @@ def test_members_sleep_between_steps_and_end_with_their_team(best: CpuLibrary, a
 def test_a_team_of_one_has_no_threads(best: CpuLibrary, alone: set[str]):
     running = Running(CpuOps(best, Team(best, 1)), SHAPES, KNOWN.num_blocks)
     assert torch.isfinite(running(KNOWN.step(STEP))).all()
-    assert set(members()) == alone
+    assert set(members()) <= alone
 
 
 def test_teams_that_start_and_end_again_and_again_leave_nothing(best: CpuLibrary, alone: set[str]):
