@@ -17,6 +17,8 @@ from tokenloom.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _log = get_logger(__name__)
 HEARTBEAT_SECONDS = 1.0
+# A connection that is closed while the other side still writes breaks there before it has read its stream's end.
+_LINGER_SECONDS = 0.2
 # One release of skew is served (PROTOCOL.md rule 24); version 0 is never sent.
 _OLDEST_VERSION = max(1, rpc.PROTOCOL_VERSION - 1)
 
@@ -62,11 +64,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._facts = facts
 
     async def drain(self) -> None:
-        """Refuses new streams, lets the running step end and its answer out, and ends the stream."""
+        """Refuses new streams, lets the running step end and its answer out, ends the stream, and gives its peer a moment to read why."""
         self._draining = True
         await asyncio.to_thread(self._runner.stop)
         if self._stream is not None:
             self._stream.end(TokenloomError(ErrorCode.DRAINING, "the worker is shutting down"))
+            await asyncio.sleep(_LINGER_SECONDS)
 
     async def Run(self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: Context) -> AsyncIterator[worker_pb2.RunResponse]:
         """See worker.v1.WorkerService."""
