@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.mesh import Mesh, scrape
+from tests.support.mesh import PATIENT, Mesh, scrape
 from tests.support.reference import Reference
 from tests.support.session_proxy import ByteProxy
 from tests.support.streams import Answer, Wish, ask, read_all
@@ -33,6 +33,13 @@ class Quiet:
 
     wishes: list[Wish]
     answers: list[Answer]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Mesh]:
+    mesh = Mesh.start(tmp_path_factory.mktemp("disturbed"), *PATIENT)
+    yield mesh
+    assert mesh.stop() == 0
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +124,10 @@ async def test_a_scheduler_killed_in_mid_stream_costs_a_pause_and_no_token(mesh:
 async def test_a_session_cut_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh, quiet: Quiet) -> None:
     processes = [mesh.service(name).pid for name in ("scheduler", "worker")]
     before = await mesh.settle()
-    async with ByteProxy(mesh.run_base / "proxy.sock", mesh.socket("scheduler")) as proxy, mesh.second_gateway(proxy.address) as url:
+    async with (
+        ByteProxy(mesh.run_base / "proxy.sock", mesh.socket("scheduler")) as proxy,
+        mesh.second_gateway(proxy.address, PATIENT[0]) as url,
+    ):
 
         async def cut() -> None:
             proxy.cut()

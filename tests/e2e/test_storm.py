@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from libs.blocks import BLOCK_SIZE, blocks_for
-from tests.support.mesh import BLOCK_BYTES, Mesh, scrape
+from tests.support.mesh import BLOCK_BYTES, PATIENT, Mesh, scrape
 from tests.support.prompts import PROMPTS
 from tests.support.reference import Reference
 from tests.support.streams import PATIENCE, Answer, Reader, Wish, ask
@@ -39,7 +39,7 @@ COUNTED = {
 
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Mesh]:
-    mesh = Mesh.start(tmp_path_factory.mktemp("storm"), f"--kv-cache-memory-bytes={BLOCKS * BLOCK_BYTES}")
+    mesh = Mesh.start(tmp_path_factory.mktemp("storm"), f"--kv-cache-memory-bytes={BLOCKS * BLOCK_BYTES}", *PATIENT)
     yield mesh
     assert mesh.stop() == 0
 

@@ -25,6 +25,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from libs.blocks import BLOCK_SIZE
 
 READY_SECONDS = 120.0
+# For tests that kill services: how long requests outlive them must not depend on how fast a busy machine starts them again.
+PATIENT = ("--resume-timeout=120", "--worker-grace=120")
 # A KV block of the default model, SmolLM2-135M: 30 layers of 3 key and 3 value heads, 64 wide, in float32.
 BLOCK_BYTES = BLOCK_SIZE * 30 * 2 * 3 * 64 * 4
 
@@ -114,12 +116,12 @@ class Mesh:
         return self.run_base / str(self.port) / f"{service}.sock"
 
     @contextlib.asynccontextmanager
-    async def second_gateway(self, scheduler_address: str) -> AsyncIterator[str]:
-        """One more gateway process, which reaches the scheduler where it is told; yields its URL once it is ready."""
+    async def second_gateway(self, scheduler_address: str, *args: str) -> AsyncIterator[str]:
+        """One more gateway process, which reaches the scheduler where it is told; yields its URL once it is ready. `args`: its flags."""
         port, log = free_port(), self.log.with_name("gateway-1.log")
         addresses = (f"--scheduler-address={scheduler_address}", f"--tokenizer-address=unix:{self.socket('tokenizer')}")
         names = (f"--port={port}", f"--served-model-name={self.model}", "--instance=gateway-1", "--log-format=json")
-        command = [sys.executable, "-P", "-m", "services.gateway", *addresses, *names]
+        command = [sys.executable, "-P", "-m", "services.gateway", *addresses, *names, *args]
         process = await asyncio.to_thread(_spawn, command, log)
         url = f"http://127.0.0.1:{port}"
         try:
