@@ -70,9 +70,14 @@ def close(state: SchedulerState, group: Group, closed: Cut, now_ns: int) -> Effe
 
 
 def lose_group(state: SchedulerState, group: Group, now_ns: int, *, crashed: bool) -> Effects:
-    """The group's stream is gone: its requests return to the queue with what they have. `crashed`: the batch it was running is suspect."""
+    """The group's stream is gone: its requests return to the queue with what they have. `crashed`: the batch it was running is suspect.
+
+    Behind a batch that failed it was running nothing: that one's requests stay the suspects.
+    """
     effects = Effects()
     suspects = _live(group.in_flight[0]) if crashed and group.in_flight else []
+    if group.broken:
+        suspects = [request for request in group.suspects if request.state is not RequestState.ENDED]
     for plan in group.in_flight:
         _unresolve(plan)
     group.in_flight.clear()

@@ -9,7 +9,7 @@ from services.scheduler.core.planner import plan
 from services.scheduler.core.request import Request, WaitReason
 from services.scheduler.core.state import Group, SchedulerState
 from tests.support.core import add_group, make_state
-from tests.unit.scheduler.core.outcomes import failed, ok, planned, step, submit
+from tests.unit.scheduler.core.outcomes import failed, not_run, ok, planned, step, submit
 
 
 class TestIsolation:
@@ -111,3 +111,56 @@ class TestIsolation:
             if not state.requests:
                 return
         pytest.fail(f"stranded: {[(str(r.key), r.state, r.wait_reason) for r in state.requests.values()]}")
+
+
+def failed_with_another_behind(state: SchedulerState, group: Group) -> tuple[Request, Request]:
+    """A batch that failed held both; the one sent behind it, which was not run, only the first."""
+    lasting = submit(state, [1], max_tokens=50)
+    step(state, group)
+    brief = submit(state, [2], max_tokens=1)
+    first, second = planned(state, group), planned(state, group)
+    assert [[row.request for row in batch.rows] for batch in (first, second)] == [[lasting, brief], [lasting]]
+    apply(state, group, failed(first), 2)
+    return lasting, brief
+
+
+@pytest.mark.parametrize("crashed", [True, False])
+def test_a_worker_that_dies_of_a_failed_batch_leaves_that_batch_suspect_and_not_the_one_behind(crashed: bool):
+    state = make_state()
+    group = add_group(state)
+    lasting, brief = failed_with_another_behind(state, group)
+    lose_group(state, group, 3, crashed=crashed)
+    group = add_group(state, epoch=2)
+    for alone in (lasting, brief):
+        assert list(state.quarantine.suspects) == [alone]
+        step(state, group)
+    assert (lasting.crashes, brief.crashes) == (0, 0)
+
+
+def test_who_kills_the_worker_with_its_only_row_each_time_is_convicted_and_not_its_neighbour():
+    state = make_state()
+    group = add_group(state)
+    lasting, brief = failed_with_another_behind(state, group)
+    ended = lose_group(state, group, 3, crashed=True).ended
+    for epoch in range(2, 30):
+        if ended:
+            break
+        group = add_group(state, epoch=epoch)
+        while not ended and (batch := plan(state, group, epoch)) is not None:
+            if any(row.request is brief for row in batch.rows):
+                ended = lose_group(state, group, epoch, crashed=True).ended
+                break
+            ended = apply(state, group, ok(batch), epoch).ended
+    assert ended == [brief]
+    assert lasting.key in state.requests
+
+
+def test_nobody_is_suspect_of_a_batch_that_the_worker_refused_to_run():
+    state = make_state()
+    group = add_group(state)
+    submit(state, [1], max_tokens=50)
+    step(state, group)
+    first, _ = planned(state, group), planned(state, group)
+    apply(state, group, not_run(first), 2)
+    lose_group(state, group, 3, crashed=True)
+    assert not state.quarantine.suspects
