@@ -12,6 +12,9 @@ from services.scheduler.windows import Share
 from tokenloom.scheduler.v1 import scheduler_pb2
 from tokenloom.worker.v1 import worker_pb2
 
+# Without any of these a worker attaches and nobody it is given ever runs.
+_NEEDED = ("num_blocks", "num_slots", "max_tokens_per_step", "max_model_len", "vocab_size")
+
 log = get_logger(__name__)
 
 
@@ -29,6 +32,9 @@ def check_fit(
     ):
         if ours != theirs:
             raise TokenloomError(ErrorCode.FINGERPRINT_MISMATCH, f"worker {worker}: its {what} is {theirs}, the mesh has {ours}")
+    for name in _NEEDED:
+        if not getattr(facts, name):
+            raise TokenloomError(ErrorCode.CANNOT_FIT, f"worker {worker}: its {name} is 0: it could run nothing")
     shape = facts if alone else mesh
     length = shape.max_model_len
     if facts.max_model_len < length:  # one that could hold longer sequences than the mesh's is welcome

@@ -138,3 +138,10 @@ def test_a_window_without_a_bound_on_tokens_holds_what_its_sequences_can_have() 
 def test_a_window_says_why_it_is_shut() -> None:
     window = window_of(Share(1, 0), 128, "no worker is attached")
     assert (window.ready, window.not_ready_reason) == (False, "no worker is attached")
+
+
+@pytest.mark.parametrize("what", ["num_blocks", "num_slots", "max_tokens_per_step", "max_model_len", "vocab_size"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_worker_that_could_run_nothing_is_refused_by_name(what: str, alone: bool):
+    with pytest.raises(TokenloomError, match=f"worker w1: its {what} is 0: it could run nothing"):
+        check(facts(**{what: 0, "max_model_len": 0 if what == "max_model_len" else 128}), alone=alone)
