@@ -67,6 +67,7 @@ class Engine:
         self._kicked = False
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._without_worker_since = clock.monotonic_ns()
+        self._unfit_since: int | None = None
         self._draining = False
         self.superseded = asyncio.Event()
 
@@ -92,7 +93,7 @@ class Engine:
         facts = attached.facts
         check_fit(link.name, facts, self._facts or facts, self._table.fingerprint, self._config, alone=not self._paces)
         state = self._reshape(facts) if self.state is None or not self._paces else self.state
-        state.groups[link.name] = Group.new(
+        state.groups[link.name] = group = Group.new(
             link.name,
             attached.epoch,
             num_blocks=facts.num_blocks,
@@ -100,14 +101,15 @@ class Engine:
             max_in_flight=max(1, facts.max_in_flight),
             distance=max(1, facts.feed_forward_distance),
         )
+        group.max_model_len = facts.max_model_len
         self._paces[link.name] = Pace(link)
         self._metrics.workers.set(len(self._paces))
         log.info("worker attached", worker=link.name, blocks=facts.num_blocks, slots=facts.num_slots, numerics=facts.fingerprints.numerics)
         self._clients.tell_all(self._welcome())
         now = self._clock.monotonic_ns()
-        self._clients.publish(state.fail_unfit(now))
         if len(self._paces) == 1:  # who waited for a worker waits for the one before it now, until a plan finds another reason
             state.wait_all(WaitReason.BEHIND, now)
+        self._shelve_unfit(state, now)
         self._on_attached()
         self.kick()
 
@@ -140,8 +142,15 @@ class Engine:
         if not self._paces:
             self._without_worker_since = now
             state.wait_all(WaitReason.NO_WORKER, now)
+        else:
+            self._shelve_unfit(state, now)
         self._clients.publish(effects)
         self.kick()
+
+    def _shelve_unfit(self, state: SchedulerState, now: int) -> None:
+        """Who fits none of the workers that are here waits for a larger one, as long as for any."""
+        unfit = state.shelve_unfit(now)
+        self._unfit_since = None if not unfit else now if self._unfit_since is None else self._unfit_since
 
     def step_patience_us(self, link: WorkerLink) -> float:
         """See LinkOwner: judged against the predicted time of the step, --step-timeout at most."""
@@ -178,6 +187,13 @@ class Engine:
             log.error("batch did not run", worker=link.name, step=outcome.number, error=outcome.error.message, token_budget=budget)
         self._account_step(group, pace, head, began, now)
         self._clients.publish(effects)
+        self._wake_idle(state, group)
+
+    def _wake_idle(self, state: SchedulerState, answered: Group) -> None:
+        """What one worker's answer has set free (children, suspects, who was sent back) may be work for another that has none."""
+        others = (group for group in state.groups.values() if group is not answered and not group.in_flight)
+        if any(state.queue or group.running for group in others):
+            self.kick()
 
     def worker_closed(self, link: WorkerLink, closed: worker_pb2.Closed) -> None:
         """See LinkOwner: who waited for the lease's end is planned for now."""
@@ -190,6 +206,7 @@ class Engine:
         if not group.in_flight:
             self._account_freed(pace, group.last_number, now)
         self._clients.publish(effects)
+        self._wake_idle(state, group)
 
     def _account_step(self, group: Group, pace: Pace, head: StepPlan, began: int, now: int) -> None:
         metrics = self._metrics
@@ -366,13 +383,21 @@ class Engine:
         self.kick()
 
     def tick(self) -> None:
-        """Called about twice a second: requests that waited too long for any worker fail; windows are split by recent demand, and every
+        """Called about twice a second: requests that waited too long for a worker fail; windows are split by recent demand, and every
         session hears its own, and that the loop turns."""
-        now = self._clock.monotonic_ns()
-        if self.state is not None and not self._paces and now - self._without_worker_since > self._config.worker_grace * 1e9:
-            error = TokenloomError(ErrorCode.NO_WORKER, "no worker came back in time", retry_after_ms=1000)
-            self._clients.publish(self.state.fail_all(list(self.state.requests.values()), error, now))
+        if self.state is not None:
+            self._end_patience(self.state, self._clock.monotonic_ns())
         self._clients.end_interval()
+
+    def _end_patience(self, state: SchedulerState, now: int) -> None:
+        """Fails those for whom no worker came back within the grace, or none that holds them."""
+        grace = self._config.worker_grace * 1e9
+        if not self._paces and now - self._without_worker_since > grace:
+            error = TokenloomError(ErrorCode.NO_WORKER, "no worker came back in time", retry_after_ms=1000)
+            self._clients.publish(state.fail_all(list(state.requests.values()), error, now))
+        elif self._paces and self._unfit_since is not None and now - self._unfit_since > grace:
+            self._unfit_since = None
+            self._clients.publish(state.fail_unfit(now))
 
     @property
     def fencing_token(self) -> int:

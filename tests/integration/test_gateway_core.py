@@ -161,11 +161,12 @@ async def test_what_no_longer_fits_into_the_worker_that_came_back_is_told_so(tmp
         await until(lambda: len(stack.mesh.state.requests) == 3)
         await stack.worker.stop()
         await stack.mesh.worker(max_model_len=64, blocks=4)
+        await until(lambda: stack.gateway.mesh.session.facts.max_model_len == 64)
+        stack.mesh.pass_grace()
         error = (await whole).json()["error"]
         assert ((await whole).status_code, error["code"], error["param"]) == (400, "cannot_fit", "max_tokens")
         assert b'"code":"cannot_fit"' in await reading.read_until(b"data: [DONE]")
         assert (await short)["choices"][0]["token_ids"] == expected(PROMPT, seed=1)
-        await until(lambda: stack.gateway.mesh.session.facts.max_model_len == 64)
         assert (await stack.gateway.complete(PROMPT, max_tokens=15)).json()["error"]["code"] == "prompt_too_long"
 
 

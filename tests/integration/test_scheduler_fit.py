@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from libs.errors import ErrorCode
+from services.scheduler.core.request import WaitReason
 from tests.support.core import RULES
 from tests.support.gateway_session import SessionClient
 from tests.support.model_worker import expected_output
@@ -73,30 +74,56 @@ async def test_requests_that_each_fill_the_cache_are_served_one_after_the_other_
     assert mesh.state.counters.preemptions > 0
 
 
-@pytest.mark.composes("worker loss", "seed")
-async def test_when_the_only_worker_comes_back_smaller_what_no_longer_fits_is_told_so_and_the_rest_goes_on(mesh: SchedulerMesh):
+SHORT, LONG = params(seed=1, max_tokens=10), params(seed=2, max_tokens=60)
+
+
+async def smaller_worker_comes_back(mesh: SchedulerMesh) -> SessionClient:
+    """Three requests lose the only worker; the one that comes back holds the first of them."""
     worker = await mesh.worker()
     worker.gate.clear()
     session = await (await mesh.session()).ready()
-    short, long = params(seed=1, max_tokens=10), params(seed=2, max_tokens=60)
-    await session.submit(1, [1] * 20, short)
-    await session.submit(2, [2] * 20, long)
-    await session.submit(3, [3] * 70, short)
+    await session.submit(1, [1] * 20, SHORT)
+    await session.submit(2, [2] * 20, LONG)
+    await session.submit(3, [3] * 70, SHORT)
     await worker.wait_batches(1)
     await worker.stop()
     await mesh.worker(max_model_len=64, blocks=4)
-    assert (await session.ended(1)).tokens == expected_output(RULES, [1] * 20, short)
+    assert (await session.ended(1)).tokens == expected_output(RULES, [1] * 20, SHORT)
+    return session
+
+
+@pytest.mark.composes("worker loss", "seed")
+async def test_when_a_smaller_worker_comes_back_first_who_needs_more_waits_for_a_larger_one(tmp_path: Path):
+    async with SchedulerMesh(tmp_path, static_workers=2) as mesh:
+        session = await smaller_worker_comes_back(mesh)
+        assert [request.key.id for request in mesh.state.queue] == [2, 3]
+        assert {request.wait_reason for request in mesh.state.queue} == {WaitReason.GROUP_TOO_SMALL}
+        await mesh.worker(1)
+        assert (await session.ended(2)).tokens == expected_output(RULES, [2] * 20, LONG)
+        assert (await session.ended(3)).tokens == expected_output(RULES, [3] * 70, SHORT)
+
+
+@pytest.mark.composes("worker loss", "seed")
+async def test_when_only_a_smaller_worker_comes_back_what_no_longer_fits_is_told_so_after_the_grace(mesh: SchedulerMesh):
+    session = await smaller_worker_comes_back(mesh)
+    mesh.pass_grace()
     for number in (2, 3):
         ending = await ending_of(session, number)
         assert ErrorCode.from_number(ending.error.code) is ErrorCode.CANNOT_FIT
         assert ending.error.message.endswith("tokens of KV cache; a worker holds 64")
+
+
+async def test_the_worker_that_came_back_smaller_decides_what_is_accepted(mesh: SchedulerMesh):
+    session = await smaller_worker_comes_back(mesh)
     assert session.model is not None
     assert session.model.max_model_len == 64
     assert session.window.max_outstanding_tokens == 64 * session.window.max_outstanding
-    await session.submit(4, [4] * 64, short)
+    await session.submit(4, [4] * 64, SHORT)
     assert ErrorCode.from_number((await ending_of(session, 4)).error.code) is ErrorCode.PROMPT_TOO_LONG
-    await session.submit(5, [5] * 60, short)
+    await session.submit(5, [5] * 60, SHORT)
     assert (await ending_of(session, 5)).completion_tokens == 4
+    for number in (2, 3):
+        await session.cancel(number)
 
 
 async def test_the_only_worker_may_come_back_larger(mesh: SchedulerMesh):

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 
 from services.scheduler.core.request import Request
 
+# Entries that the heap may have beyond twice its members before those of requests that have left are swept out.
+_SLACK = 64
+
 
 class Policy(enum.Enum):
     """Order of the waiting queue (`--scheduling-policy`)."""
@@ -31,7 +34,8 @@ _KEYS: dict[Policy, Callable[[Request], tuple[int, ...]]] = {
 
 
 class WaitingQueue:
-    """Waiting requests in the policy's order. Removal is lazy: an entry whose request has left is skipped when it comes up.
+    """Waiting requests in the policy's order. Removal is lazy: an entry whose request has left is skipped when it comes up, or swept out
+    when most have, so that those who came and left behind one who waits long do not pile up.
 
     A parked request is a member that has no place in the order until it is pushed.
     """
@@ -57,10 +61,17 @@ class WaitingQueue:
         self._entries += 1
         self._members[request] = self._entries
         heapq.heappush(self._heap, (self._key(request), self._entries, request))
+        if len(self._heap) > 2 * len(self._members) + _SLACK:
+            self._heap = [entry for entry in self._heap if self._members.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
 
     def park(self, request: Request) -> None:
         """Adds a request that does not come up until it is pushed, so that it is in nobody's way."""
         self._members[request] = 0
+
+    def is_parked(self, request: Request) -> bool:
+        """Whether a member has no place in the order."""
+        return self._members[request] == 0
 
     def remove(self, request: Request) -> None:
         """Takes a request out, wherever it stands."""

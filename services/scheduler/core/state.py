@@ -7,7 +7,6 @@ Everything that a request holds (slot, blocks, place in queue) is given back in 
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 
 from libs.blocks import BLOCK_SIZE, blocks_for
 from libs.errors import ErrorCode, TokenloomError
+from services.scheduler.core.counters import Counters
 from services.scheduler.core.ledger import BlockLedger
 from services.scheduler.core.naming import private_names
 from services.scheduler.core.plan import Effects, StepPlan
@@ -56,7 +56,7 @@ class Group:
 
     `chain_head`: the predecessor of the next batch (0: none). `broken`: a batch failed, and those behind it have not all reported;
     `suspects` stood in it. `most_tokens`: the token budget that the worker's memory allows, once it ran out (None: it never did).
-    `closing`: slots that the worker may forget.
+    `closing`: slots that the worker may forget. `max_model_len`: longest sequence that it runs (None: whatever its blocks hold).
     """
 
     name: str
@@ -74,6 +74,7 @@ class Group:
     suspects: list[Request] = field(default_factory=list)
     admissions: int = 0
     most_tokens: int | None = None
+    max_model_len: int | None = None
 
     @classmethod
     def new(cls, name: str, epoch: int, *, num_blocks: int, num_slots: int, max_in_flight: int = 2, distance: int = 1) -> Group:
@@ -86,8 +87,15 @@ class Group:
         return max(1, self.ledger.num_blocks // 100) if self.running else 0
 
     def holds(self, request: Request) -> bool:
-        """Whether the request fits this group's cache to its last token, were it alone there."""
-        return request.most_blocks <= self.ledger.num_blocks
+        """Whether the request fits this group to its last token, were it alone there."""
+        fits = self.max_model_len is None or request.most_tokens <= self.max_model_len
+        return fits and request.most_blocks <= self.ledger.num_blocks
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Longest sequence that it can hold alone."""
+        held = self.ledger.num_blocks * BLOCK_SIZE
+        return held if self.max_model_len is None else min(held, self.max_model_len)
 
     def last_touch(self, residency: Residency) -> int:
         """The newest batch in flight that may touch the residency's blocks; 0: none."""
@@ -103,28 +111,6 @@ class Group:
         ranks = [residency.rank for residency in residencies]
         if ranks != sorted(ranks):
             raise ValueError(f"running requests stand out of their order: {ranks}")
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start. Conservation: admitted = finished + failed + cancelled + live, where live = len(SchedulerState.requests)."""
-
-    admitted: int = 0
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    preemptions: int = 0
-    resumed: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    sibling_shared: int = 0
-    stale_results: int = 0
-    unknown_cancels: int = 0
-    steps: int = 0
-    mixed_steps: int = 0
-    leases: int = 0
-    cut_leases: int = 0
-    stale_closed: int = 0
 
 
 def _rank(request: Request) -> tuple[int, int]:
@@ -148,7 +134,7 @@ class SchedulerState:
         self._deadlines: list[tuple[int, int, Request]] = []
         self._arrivals = 0
         self.live_tokens = 0
-        self._newcomers: list[Request] = []
+        self._newcomers: dict[Request, None] = {}
         # Cached tokens of requests that were counted and whose session was lost: their next attempt looks nothing up for the counters.
         self._counted: OrderedDict[RequestKey, int] = OrderedDict()
 
@@ -171,11 +157,11 @@ class SchedulerState:
 
     def capacity_tokens(self) -> int | None:
         """Longest sequence that some attached group can hold alone; None while there is none."""
-        return max((group.ledger.num_blocks for group in self.groups.values()), default=0) * BLOCK_SIZE or None
+        return max((group.capacity_tokens for group in self.groups.values()), default=None)
 
     def fits(self, request: Request) -> bool:
         """Whether an attached group, or any while there is none, can hold the request alone to its last token."""
-        return request.most_tokens <= self.limits.max_model_len and request.most_blocks * BLOCK_SIZE <= (self.capacity_tokens() or math.inf)
+        return not self.groups or any(group.holds(request) for group in self.groups.values())
 
     def is_isolated(self, group: Group) -> bool:
         """Whether `group` runs the suspects whose turn it is, and nobody else."""
@@ -191,7 +177,7 @@ class SchedulerState:
             limit, prompt = self.limits.max_model_len, len(request.prompt_ids)
             message = f"the prompt has {prompt} tokens; with one output token the limit is {limit}"
             raise TokenloomError(ErrorCode.PROMPT_TOO_LONG, message, param="prompt")
-        if not self.fits(request):
+        if request.most_tokens > self.limits.max_model_len or not self.fits(request):
             raise self._cannot_fit(request)
         if not request.attempt:  # one that a client already reads goes on
             self._check_room(request)
@@ -215,7 +201,7 @@ class SchedulerState:
         """A child whose parent is still at the prompt waits for it, everybody else in the queue's order."""
         parent = self.requests.get(request.parent) if request.parent else None
         if parent is None or parent is request or parent.prompt_is_computed:
-            self._newcomers.append(request)
+            self._newcomers[request] = None
             self.queue.push(request)
             return
         self.queue.park(request)
@@ -226,7 +212,7 @@ class SchedulerState:
         """The parent's prompt is computed, or it has ended: those who waited for that enter the queue."""
         for child in self.siblings.release(parent.key):
             child.wait_reason = WaitReason.NEW if self.groups else WaitReason.NO_WORKER
-            self._newcomers.append(child)
+            self._newcomers[child] = None
             self.queue.push(child)
 
     def _check_room(self, request: Request) -> None:
@@ -308,6 +294,7 @@ class SchedulerState:
         request.timeline.ended_ns = now_ns
         del self.requests[request.key]
         self.live_tokens -= request.most_tokens
+        self._newcomers.pop(request, None)
         self.quarantine.discard(request)
         self.siblings.discard(request)
         self.release_children(request)
@@ -366,11 +353,25 @@ class SchedulerState:
         return effects
 
     def fail_unfit(self, now_ns: int) -> Effects:
-        """Ends the waiting requests that no attached group can hold any more: the groups that could have come back smaller."""
+        """Ends the waiting requests that no attached group can hold: those that could are gone, or came back smaller."""
         effects = Effects()
         for request in [request for request in self.queue if not self.fits(request)]:
             self.finish(request, Ending(FinishReason.FAILED, error=self._cannot_fit(request)), now_ns, effects)
         return effects
+
+    def shelve_unfit(self, now_ns: int) -> bool:
+        """Groups came or went: waiting requests that none holds leave the queue's order until one does. Whether there are any."""
+        found = False
+        for request in list(self.queue):
+            if request.wait_reason is WaitReason.PARENT_PROMPT:
+                continue
+            if not self.fits(request):
+                found = True
+                self.queue.park(request)
+                request.wait(WaitReason.GROUP_TOO_SMALL, now_ns)
+            elif self.queue.is_parked(request):
+                self.queue.push(request)
+        return found
 
     def wait_all(self, reason: WaitReason, now_ns: int) -> None:
         """Gives every waiting request the same reason, but for those who wait for their parent: its reason is theirs."""

@@ -81,8 +81,37 @@ def test_the_capacity_is_the_largest_groups_and_shrinks_with_it():
     state.check()
 
 
-def test_a_context_length_that_shrank_counts_too():
-    state, _, _ = two_groups()
-    long = submit(state, [1] * 60)
-    state.limits = make_state(max_model_len=64).limits
+def test_the_length_that_a_group_runs_counts_too():
+    state, large, _ = two_groups()
+    long, short = submit(state, [1] * 60), submit(state, [1] * 56)
+    large.max_model_len = 64
+    assert (large.holds(long), large.holds(short), state.capacity_tokens()) == (False, True, 64)
     assert state.fail_unfit(1).ended == [long]
+
+
+def test_many_that_no_group_holds_are_in_nobodys_way_and_run_once_one_does():
+    state, large, small = two_groups(max_requests=1000)
+    big = [submit(state, [1] * 30, max_tokens=4, number=number) for number in range(1, 101)]
+    little = submit(state, [2] * 10, number=999)
+    lose_group(state, large, 2, crashed=False)
+    assert state.shelve_unfit(2)
+    assert opened(state, small) == [little]
+    assert {request.wait_reason for request in big} == {WaitReason.GROUP_TOO_SMALL}
+    state.check()
+    large = add_group(state, "large", blocks=8)
+    assert not state.shelve_unfit(3)
+    assert opened(state, large)[0] is big[0]
+    state.check()
+
+
+def test_a_family_that_no_group_holds_waits_together_and_runs_together():
+    state, large, _ = two_groups()
+    parent = submit(state, [1] * 30, max_tokens=4)
+    child = submit(state, [1] * 30, max_tokens=4, parent=parent)
+    lose_group(state, large, 2, crashed=False)
+    assert state.shelve_unfit(2)
+    assert child.wait_reason is WaitReason.PARENT_PROMPT
+    large = add_group(state, "large", blocks=8)
+    assert not state.shelve_unfit(3)
+    step(state, large)
+    assert opened(state, large) == [child]

@@ -68,6 +68,30 @@ def test_removing_a_stranger_is_a_bug():
         WaitingQueue().remove(requests(1)[0])
 
 
+def test_those_who_came_and_left_behind_one_who_waits_do_not_pile_up():
+    queue = WaitingQueue()
+    state = make_state()
+    first = make_request(state, [1])
+    queue.push(first)
+    for _ in range(1000):
+        request = make_request(state, [1])
+        queue.push(request)
+        queue.remove(request)
+        assert len(queue._heap) < 100
+    assert queue.pop() is first
+
+
+def test_a_parked_request_does_not_come_up_until_it_is_pushed():
+    queue = WaitingQueue()
+    first, second = requests(2)
+    queue.push(first)
+    queue.push(second)
+    queue.park(first)
+    assert (queue.is_parked(first), queue.is_parked(second), queue.peek()) == (True, False, second)
+    queue.push(first)
+    assert queue.peek() is first
+
+
 @given(st.lists(st.tuples(st.sampled_from(["push", "remove", "pop"]), st.integers(0, 7))))
 def test_it_behaves_as_a_sorted_list(moves: list[tuple[str, int]]):
     everyone, queue, model = requests(8), WaitingQueue(), set[int]()

@@ -346,3 +346,14 @@ def test_live_requests_are_bounded_in_tokens_too_but_one_alone_is_always_taken()
         state.accept(make_request(state, [1] * 5, SamplingParams(max_tokens=10)))
     assert state.live_tokens == 30
     state.check()
+
+
+def test_requests_that_come_and_go_while_nobody_plans_are_not_kept():
+    state = make_state()
+    for _ in range(50):
+        request = submit(state, [1])
+        state.cancel(request.key, CancelReason.CLIENT_DISCONNECTED, 1)
+    stays = submit(state, [1])
+    assert list(state._newcomers) == [stays]
+    state.mark_newcomers(2)
+    assert stays.wait_reason is WaitReason.BEHIND
