@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from libs.sampling import SamplingParams
 from services.scheduler.core.request import CancelReason
+from tests.support.core_lease_world import LeaseWorld
 from tests.support.core_shapes import OUT_OF_MEMORY, Shape, block_edge_prompt
-from tests.support.core_world import World
 from tokenloom.worker.v1 import worker_pb2
 
 EVENTS_PER_EPISODE = 400
@@ -48,6 +48,7 @@ def draw_shape(rng: random.Random) -> Shape:
         most_live=rng.choice([4, 12, 24]),
         most_live_tokens=rng.choice([0, 0, 400]),
         policy=rng.choice(["fcfs", "priority"]),
+        lease_steps=rng.choice([1, 2, 4, 8, 30]),
     )
 
 
@@ -56,7 +57,7 @@ class Episode:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self.world = World(draw_shape(rng))
+        self.world = LeaseWorld(draw_shape(rng))
         self._poison = rng.choice([0, 0, 0, 0.03])
         self._lengths, self._heads = rng.choice([_SHORT, _SHORT, _LONG]), rng.choice([1, 3])
         self._events: list[Callable[[], None]] = []
@@ -87,6 +88,14 @@ class Episode:
             (lambda: world.lose_session(pick(), rng.choice([0, 0, 1, 5])), 0.4, True),
             (lambda: world.resubmit(pick()), 4, False),
             (lambda: world.pass_time(rng.randint(1, 20)), 2, True),
+            (lambda: world.begin(pick()), 8, True),
+            (lambda: world.cut(pick()), 12, True),
+            (lambda: world.cut_if_wanted(pick()), 12, True),
+            (lambda: world.cut_arrives(pick()), 12, False),
+            (lambda: world.lose_cut(pick()), 2, True),
+            (lambda: world.delay_closed(pick()), 8, True),
+            (lambda: world.closed_again(pick()), 2, True),
+            (lambda: world.closed_unasked(pick()), 1, True),
         ]
 
     def _pick(self) -> int:

@@ -18,8 +18,8 @@ from libs.sampling import SamplingParams
 from services.scheduler.core.request import CancelReason, WaitReason
 from services.scheduler.core.stopping import FinishReason
 from tests.property.core_drive import drive
+from tests.support.core_lease_world import LeaseWorld
 from tests.support.core_shapes import MAX_MODEL_LEN, OUT_OF_MEMORY, Shape, block_edge_prompt
-from tests.support.core_world import World
 from tokenloom.worker.v1 import worker_pb2
 
 SOME = st.integers(0, 5)
@@ -29,7 +29,7 @@ ROW_OUTCOMES = [value for value in worker_pb2.RowOutcome.values() if value not i
 class CoreMachine(RuleBasedStateMachine):
     """One world; each rule is one of its events."""
 
-    world: World
+    world: LeaseWorld
 
     @initialize(
         groups=st.integers(1, 2),
@@ -43,9 +43,10 @@ class CoreMachine(RuleBasedStateMachine):
         most_live=st.sampled_from([4, 24]),
         most_live_tokens=st.sampled_from([0, 300]),
         policy=st.sampled_from(["fcfs", "priority"]),
+        lease_steps=st.sampled_from([1, 3, 8]),
     )
     def begin(self, blocks: list[int], slots: int, **sizes: Any) -> None:
-        self.world = World(Shape(blocks=tuple(blocks), slots=slots, sequences=slots, **sizes))
+        self.world = LeaseWorld(Shape(blocks=tuple(blocks), slots=slots, sequences=slots, **sizes))
 
     @rule(
         head=st.integers(1, 3),
@@ -132,6 +133,34 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(step=st.integers(1, 20))
     def time_passes(self, step: int) -> None:
         self.world.pass_time(step)
+
+    @rule(number=SOME)
+    def a_step_begins(self, number: int) -> None:
+        self.world.begin(number)
+
+    @rule(number=SOME, wanted=st.booleans())
+    def a_lease_is_cut(self, number: int, wanted: bool) -> None:
+        (self.world.cut_if_wanted if wanted else self.world.cut)(number)
+
+    @rule(number=SOME)
+    def a_cut_arrives(self, number: int) -> None:
+        self.world.cut_arrives(number)
+
+    @rule(number=SOME)
+    def a_cut_is_ignored(self, number: int) -> None:
+        self.world.lose_cut(number)
+
+    @rule(number=SOME)
+    def the_answer_to_a_cut_is_overtaken(self, number: int) -> None:
+        self.world.delay_closed(number)
+
+    @rule(number=SOME)
+    def an_old_answer_to_a_cut_arrives_again(self, number: int) -> None:
+        self.world.closed_again(number)
+
+    @rule(number=SOME)
+    def a_lease_is_closed_that_nobody_cut(self, number: int) -> None:
+        self.world.closed_unasked(number)
 
     def teardown(self) -> None:
         if hasattr(self, "world"):

@@ -18,6 +18,8 @@ from tests.support.model_worker import ModelWorker
 
 # Reasons for which a waiting request lets later ones pass.
 _LETS_PASS = frozenset({WaitReason.PREFIX_IN_FLIGHT, WaitReason.QUARANTINE, WaitReason.GROUP_TOO_SMALL, WaitReason.PARENT_PROMPT})
+# Reasons that one step more does not change.
+_LETS_LEASE = frozenset({WaitReason.NO_SLOT, WaitReason.NO_BLOCKS, WaitReason.GROUP_TOO_SMALL})
 
 
 class Ledgers:
@@ -42,14 +44,46 @@ class Ledgers:
             assert ledger._blocks[index].until in numbers, "a block drains for a batch that is over"
 
 
+def check_lease(state: SchedulerState, group: Group, step: StepPlan, most: int) -> None:
+    """Rule 27: a lease that was just granted. Consecutive steps of the same decode rows, blocks for all of them, in nobody's way."""
+    steps = [plan for plan in group.in_flight if plan.number >= step.number]
+    assert [plan.number for plan in steps] == list(range(step.number, step.number + step.steps))
+    assert 1 < step.steps <= most
+    assert group.feed_forward_distance == 1, "rows stand in batches too close"
+    assert [plan.predecessor for plan in steps[1:]] == [plan.number for plan in steps[:-1]]
+    for index, plan in enumerate(steps):
+        assert [(row.residency, row.start) for row in plan.rows] == [(row.residency, row.start + index) for row in step.rows]
+        assert all(row.count == 1 and row.sample and not row.prefill for row in plan.rows)
+        assert index == 0 or not (plan.opens or plan.closes or any(row.new_blocks or row.named for row in plan.rows))
+    for row in step.rows:
+        assert row.start + step.steps < len(row.request.prompt_ids) + row.request.stops.max_output, "leased past the last token"
+        assert len(row.residency.blocks) >= blocks_for(row.start + step.steps), "leased without blocks"
+    waiting = state.queue.peek()
+    assert waiting is None or waiting.wait_reason in _LETS_LEASE, f"a lease while somebody waits for {waiting.wait_reason}"
+    assert not state.quarantine.suspects
+    idle = [request for request in group.running if request.remaining and request not in {row.request for row in step.rows}]
+    assert not idle, "a lease without somebody who could run"
+
+
+def _check_leases_in_flight(group: Group) -> int:
+    """Rule 27: behind a lease whose end may still move there is nothing. How many batches are in flight."""
+    steps = list(group.in_flight)
+    for place, step in enumerate(steps[:-1]):
+        lease = step.lease
+        if lease is not None and step.number == lease.last and not lease.closed:
+            assert place == 0, "a batch was sent behind a lease that could still be cut"
+            assert not lease.asked, "a batch was sent behind a lease before the cut was answered"
+    return len({id(step.lease or step) for step in steps})
+
+
 def check_groups(groups: Mapping[str, tuple[Group, ModelWorker]], ledgers: Ledgers, seen: Counter[str]) -> None:
     """Every group against its worker and its batches in flight."""
     for group, worker in groups.values():
         numbers = [step.number for step in group.in_flight]
-        assert len(numbers) <= group.max_in_flight
+        assert _check_leases_in_flight(group) <= group.max_in_flight
         assert numbers == sorted(set(numbers))
         ledger = group.ledger
-        ledgers.check(ledger, worker, numbers)
+        ledgers.check(ledger, worker, [*numbers, *(step.settles for step in group.in_flight)])
         available = {*ledger._free, *ledger._cached}
         for step in group.in_flight:
             for row in step.rows:

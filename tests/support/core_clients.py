@@ -12,6 +12,14 @@ from services.scheduler.core.request import Request, RequestKey
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
 from tokenloom.scheduler.v1 import scheduler_pb2
+from tokenloom.worker.v1 import worker_pb2
+
+# What a row's bad outcome may mean to its request.
+_ROW_ERRORS = {
+    worker_pb2.ROW_OUTCOME_FAILED: ErrorCode.STEP_FAILED,
+    worker_pb2.ROW_OUTCOME_NON_FINITE: ErrorCode.NON_FINITE,
+    worker_pb2.ROW_OUTCOME_DEAD_END: ErrorCode.DEAD_END,
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +71,17 @@ class Client:
     def look_at_parent(self, parent: Request | None) -> None:
         """Remembers that it may start, once it may: that its parent falls back later does not matter."""
         self.waits_for = None if parent is None or parent.ending is not None or parent.prompt_is_computed else parent
+
+    def look_at_row(self, request: Request, outcome: int) -> None:
+        """A worker gives a row of `request` this outcome: what may become of it."""
+        if request is self.request:
+            self.may_fail |= {_ROW_ERRORS[outcome]} if outcome in _ROW_ERRORS else set()
+            self.may_complete |= outcome == worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE
+
+    def count_crash(self, request: Request, *, failed: bool) -> None:
+        """A batch with `request` has failed, or has not: how often in a row."""
+        if request is self.request:
+            self.crashes = self.crashes + 1 if failed else 0
 
     def may_have_missed_its_ending(self, unread: int) -> bool:
         """Whether this one, which has finished, is taken to have lost its ending with the session: one in four, so that most stay over."""

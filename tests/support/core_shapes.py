@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from libs.blocks import BLOCK_SIZE
 from libs.errors import ErrorCode, TokenloomError
-from services.scheduler.core.plan import StepOutcome, StepPlan
+from services.scheduler.core.plan import Cut, StepOutcome, StepPlan
 from services.scheduler.core.state import Group, Limits
+from tests.support.core_leases import LeaseRunner
 from tests.support.model_worker import ModelWorker, text_table
-from tokenloom.worker.v1 import worker_pb2
 
 GATEWAYS = (7, 8)
 # Six blocks, so that the smallest cache holds one sequence of full length and hardly a second.
@@ -21,7 +21,8 @@ OUT_OF_MEMORY = TokenloomError(ErrorCode.OUT_OF_MEMORY, "out of memory")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes and switches of a world. `blocks`: cache sizes that groups come with, in turn; `in_flight`: batches a group takes at once."""
+    """Sizes and switches of a world. `blocks`: cache sizes that groups come with, in turn; `in_flight`: batches a group takes at once;
+    `lease_steps`: most steps of a lease."""
 
     groups: int = 1
     blocks: tuple[int, ...] = (8,)
@@ -35,6 +36,7 @@ class Shape:
     most_live: int = 12
     most_live_tokens: int = 0
     policy: str = "fcfs"
+    lease_steps: int = 1
 
     def limits(self) -> Limits:
         """The core's limits in such a world."""
@@ -55,12 +57,23 @@ class Shape:
 
 @dataclass(slots=True)
 class Rig:
-    """One attached group with its worker and what is on its way in either direction."""
+    """One attached group with its worker and what is on its way in either direction.
+
+    `plans`: those of the steps that the worker was given, by number; `cuts`: not arrived yet; `asked`: first numbers of leases with a cut.
+    `broken`: a batch failed or was refused, and the next one that runs must name no predecessor.
+    """
 
     group: Group
     worker: ModelWorker
-    sent: deque[tuple[StepPlan, worker_pb2.StepBatch]] = field(default_factory=deque)
-    answers: deque[StepOutcome] = field(default_factory=deque)
+    runner: LeaseRunner = field(init=False)
+    plans: dict[int, StepPlan] = field(default_factory=dict)
+    cuts: deque[Cut] = field(default_factory=deque)
+    answers: deque[StepOutcome | Cut] = field(default_factory=deque)
+    asked: set[int] = field(default_factory=set)
+    broken: bool = False
+
+    def __post_init__(self) -> None:
+        self.runner = LeaseRunner(self.worker)
 
 
 def block_edge_prompt(head: int, length: int) -> list[int]:

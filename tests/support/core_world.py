@@ -7,22 +7,30 @@ drive choose the events; `seen` counts what really happened, so that a test can 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from libs.blocks import block_hashes
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import pack_ids
 from libs.sampling import SamplingParams
-from services.scheduler.convert import SubmitRules, from_result, to_batch, to_request
-from services.scheduler.core.apply import apply, lose_group
-from services.scheduler.core.plan import BatchOutcome, Effects, StepOutcome, StepPlan
+from services.scheduler.convert import SubmitRules, from_closed, from_result, to_batch, to_request
+from services.scheduler.core.apply import apply, close, lose_group
+from services.scheduler.core.plan import BatchOutcome, Cut, Effects, StepOutcome, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import CancelReason, Ending, RequestKey, WaitReason
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import StopRules
-from tests.support.core_checks import Ledgers, PlanWatch, Tally, check_groups, check_progress_of_requests, is_stuck_without_fault
+from tests.support.core_checks import (
+    Ledgers,
+    PlanWatch,
+    Tally,
+    check_groups,
+    check_lease,
+    check_progress_of_requests,
+    is_stuck_without_fault,
+)
 from tests.support.core_clients import Client, check_ending, refusal_of, why_refused
 from tests.support.core_shapes import GATEWAYS, MAX_MODEL_LEN, TABLE, Rig, Shape
 from tests.support.model_worker import EOS, VOCABULARY, ModelWorker, expected_output
@@ -31,12 +39,6 @@ from tokenloom.worker.v1 import worker_pb2
 
 # Far more turns than the longest run needs; beyond it requests chase each other in a circle.
 MAX_TURNS = 5000
-# What a row's bad outcome may mean to its request.
-_ROW_ERRORS = {
-    worker_pb2.ROW_OUTCOME_FAILED: ErrorCode.STEP_FAILED,
-    worker_pb2.ROW_OUTCOME_NON_FINITE: ErrorCode.NON_FINITE,
-    worker_pb2.ROW_OUTCOME_DEAD_END: ErrorCode.DEAD_END,
-}
 
 
 class World:
@@ -52,6 +54,7 @@ class World:
         # More requests were lost at once than the core remembers counts for.
         self._overflowed = False
         self.stale: deque[tuple[str, StepOutcome]] = deque(maxlen=100)
+        self.stale_closed: deque[tuple[str, Cut]] = deque(maxlen=100)
         self.seen: Counter[str] = Counter()
         self.tally = Tally()
         self.ledgers = Ledgers()
@@ -156,7 +159,7 @@ class World:
 
     def _send(self, rig: Rig) -> bool:
         watch = PlanWatch(self.state, rig.group)
-        step = plan(self.state, rig.group, self.now)
+        step = plan(self.state, rig.group, self.now, self.shape.lease_steps)
         victims = watch.check_victims()
         self.tally.preemptions += len(victims)
         self.seen["preempted"] += bool(victims)
@@ -175,8 +178,12 @@ class World:
         self.tally.steps += bool(step.rows)
         self.seen["mixed"] += step.is_mixed
         self.seen["chunk"] += any(not row.sample for row in step.rows)
-        self.seen[f"ahead {len(rig.group.in_flight) - 1}"] += 1
-        rig.sent.append((step, to_batch(step, lambda _: None)))
+        self.seen[f"ahead {len({id(each.lease or each) for each in rig.group.in_flight}) - 1}"] += 1
+        if step.steps > 1:
+            check_lease(self.state, rig.group, step, self.shape.lease_steps)
+            self.seen["lease"] += 1
+        rig.plans.update((each.number, each) for each in rig.group.in_flight if each.number >= step.number)
+        rig.runner.submit(to_batch(step, lambda _: None))
         self.seen["dispatch"] += 1
         return True
 
@@ -192,22 +199,24 @@ class World:
         garble: bool = False,
         overdo: bool = False,
     ) -> None:
-        """A worker runs its next batch, as well as ModelWorker's arguments say. `garble`: its answer does not fit the batch; `overdo`: it
-        has a token too many for the first row. A batch with a poison request fails."""
+        """A worker ends its next step, as well as ModelWorker's arguments say (only whole batches are refused). `garble`: its answer does
+        not fit the batch; `overdo`: it has a token too many for the first row. A step with a poison request fails."""
         rig = self.pick(number)
-        if rig is None or not rig.sent:
+        if rig is None or rig.runner.idle:
             return
-        step, batch = rig.sent.popleft()
+        step, refuse = rig.plans[rig.runner.next_step], refuse and not rig.runner.is_later
         fail |= any(self.clients[planned.request.key].poison for planned in step.rows)
-        result = rig.worker.run(batch, fail=fail, refuse=refuse, spoil=row, outcome=outcome, error=error)
+        self.seen["failed within a lease"] += step.is_later and fail
+        said = rig.runner.end(fail=fail, refuse=refuse, spoil=row, outcome=outcome, error=error)
+        place = next(place for place, message in enumerate(said) if message.HasField("result"))
+        result = said[place].result
         ran = result.outcome == worker_pb2.BATCH_OUTCOME_OK
+        assert ran or fail or refuse or rig.broken, "a batch names a predecessor that is not the last one that ran"
+        rig.broken = not ran
         if garble and ran and step.rows:
             result.row_outcomes = result.row_outcomes[:-1]
         for planned, row_outcome in zip(step.rows, result.row_outcomes, strict=False):
-            client = self.clients[planned.request.key]
-            if client.request is planned.request:
-                client.may_fail |= {_ROW_ERRORS[row_outcome]} if row_outcome in _ROW_ERRORS else set()
-                client.may_complete |= row_outcome == worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE
+            self.clients[planned.request.key].look_at_row(planned.request, row_outcome)
             self.seen[f"row {worker_pb2.RowOutcome.Name(row_outcome)}"] += 1
         if not ran or garble:
             self.seen["garbled" if ran else f"batch {worker_pb2.BatchOutcome.Name(result.outcome)}"] += 1
@@ -217,55 +226,57 @@ class World:
             answer = replace(answer, tokens=[[*answer.tokens[0], 1], *answer.tokens[1:]])
             self.clients[step.rows[0].request.key].may_fail.add(ErrorCode.PROTOCOL_VIOLATION)
             self.seen["overdone"] += 1
+        self.say(rig, said[:place])
         rig.answers.append(answer)
+        self.say(rig, said[place + 1 :])
         self.check()
 
-    def _blame(self, step: StepPlan, *, failed: bool) -> None:
-        """Counts how often in a row batches of each request have failed."""
-        for planned in step.rows:
-            client = self.clients[planned.request.key]
-            if client.request is planned.request:
-                client.crashes = client.crashes + 1 if failed else 0
+    def say(self, rig: Rig, messages: Iterable[worker_pb2.RunResponse]) -> None:
+        """What a worker sends is on its way."""
+        for message in messages:
+            rig.answers.append(from_result(message.result) if message.HasField("result") else from_closed(message.closed))
 
     def hear(self, number: int) -> None:
         """A worker's oldest answer arrives."""
         rig = self.pick(number)
         if rig is not None and rig.answers:
             answer = rig.answers.popleft()
-            self.stale.append((rig.group.name, answer))
-            head = rig.group.in_flight[0]
-            if not rig.group.broken and answer.outcome is not BatchOutcome.NOT_RUN:
-                self._blame(head, failed=answer.outcome is BatchOutcome.FAILED or len(answer.rows) != len(head.rows))
-            self._take(apply(self.state, rig.group, answer, self.now))
-            self.seen["hear"] += 1
+            if isinstance(answer, Cut):
+                self._hear_closed(rig, answer)
+            else:
+                self._hear(rig, answer)
             self.check()
 
-    def hear_old(self, number: int) -> None:
-        """An answer that was heard, or that a lost stream owed, arrives again; if it can be, one with the number that is waited for."""
-        old = [(name, answer) for name, answer in self.stale if name in self.rigs]
-        heads = {name: rig.group.in_flight[0].number for name, rig in self.rigs.items() if rig.group.in_flight}
-        likely = [(name, answer) for name, answer in old if answer.number == heads.get(name)]
-        if old:
-            name, answer = (likely or old)[number % len(likely or old)]
-            self.seen["stale epoch, right number"] += bool(likely)
-            self._hear_in_vain(self.rigs[name].group, answer)
+    def _hear(self, rig: Rig, answer: StepOutcome) -> None:
+        self.stale.append((rig.group.name, answer))
+        head = rig.group.in_flight[0]
+        assert head.number == answer.number, "a step was forgotten that its worker ran"
+        fits = len(answer.rows) == len(head.rows)
+        if not rig.group.broken and answer.outcome is not BatchOutcome.NOT_RUN:
+            self.blame(head, failed=answer.outcome is BatchOutcome.FAILED or not fits)
+        self.tally.steps += head.is_later and answer.outcome is BatchOutcome.OK and fits and not rig.group.broken
+        ended = self.state.counters.finished
+        self._take(apply(self.state, rig.group, answer, self.now))
+        self.seen["hear"] += 1
+        before_its_end = head.lease is not None and head.number < head.lease.last
+        self.seen["stop within a lease"] += before_its_end and self.state.counters.finished > ended
 
-    def hear_early(self, number: int) -> None:
-        """The answer behind the oldest one arrives before it: it counts for nothing until its turn."""
-        rig = self.pick(number)
-        if rig is not None and len(rig.answers) > 1:
-            self.seen["reordered"] += 1
-            self._hear_in_vain(rig.group, rig.answers[1])
+    def _hear_closed(self, rig: Rig, closed: Cut) -> None:
+        """The answer to a cut that was asked for: what lies behind is withdrawn, or there is nothing left of its lease."""
+        group, late = rig.group, self.state.counters.stale_closed
+        lease = next((step.lease for step in group.in_flight if step.lease and step.lease.first == closed.number), None)
+        behind = [step.number for step in group.in_flight if lease is not None and step.number > closed.last_step]
+        self.seen["closed after its last result"] += bool(behind) and len(behind) == len(group.in_flight)
+        self._take(close(self.state, group, closed, self.now))
+        assert not any(step.number in behind for step in group.in_flight), "what will not run is still waited for"
+        assert self.state.counters.stale_closed == late + (lease is None)
+        self.seen["late closed" if lease is None else "closed" if behind else "closed at its end"] += 1
+        self.stale_closed.append((group.name, closed))
 
-    def _hear_in_vain(self, group: Group, answer: StepOutcome) -> None:
-        before, in_flight = self.state.counters.stale_results, list(group.in_flight)
-        effects = apply(self.state, group, answer, self.now)
-        assert not effects.deltas, "an old answer brought tokens"
-        assert not effects.ended, "an old answer ended somebody"
-        assert list(group.in_flight) == in_flight
-        assert self.state.counters.stale_results == before + 1
-        self.seen["stale"] += 1
-        self.check()
+    def blame(self, step: StepPlan, *, failed: bool) -> None:
+        """A step of these requests has failed, or has not: how often in a row is counted."""
+        for planned in step.rows:
+            self.clients[planned.request.key].count_crash(planned.request, failed=failed)
 
     # Losses
 
@@ -275,9 +286,12 @@ class World:
         if rig is None:
             return
         if crashed and rig.group.in_flight:
-            self._blame(rig.group.in_flight[0], failed=True)
-        self.stale.extend((rig.group.name, answer) for answer in rig.answers)
-        self.stale.extend((rig.group.name, from_result(rig.worker.run(batch))) for _, batch in rig.sent)
+            self.blame(rig.group.in_flight[0], failed=True)
+        self.seen["lost within a lease"] += any(step.is_later for step in rig.group.in_flight)
+        while not rig.runner.idle:
+            self.say(rig, rig.runner.end())
+        self.stale.extend((rig.group.name, answer) for answer in rig.answers if isinstance(answer, StepOutcome))
+        self.stale_closed.extend((rig.group.name, answer) for answer in rig.answers if isinstance(answer, Cut))
         del self.rigs[rig.group.name]
         self._take(lose_group(self.state, rig.group, self.now, crashed=crashed))
         if not self.rigs:
@@ -323,6 +337,8 @@ class World:
             return
         client = clients[number % len(clients)]
         live, unknown = client.request.key in self.state.requests, self.state.counters.unknown_cancels
+        steps = [step for rig in self.rigs.values() for step in rig.group.in_flight if step.is_later]
+        self.seen["cancel within a lease"] += any(row.request is client.request for step in steps for row in step.rows)
         client.cancelled |= live
         effects = self.state.cancel(client.request.key, reason, self.now)
         assert effects.ended == ([client.request] if live else [])

@@ -7,7 +7,7 @@ right output of a request is a pure function of its prompt and parameters (`expe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -57,6 +57,13 @@ class _Slot:
     params: SamplingParams
     spoiled: bool = False
 
+    @property
+    def ended(self) -> bool:
+        """Whether its last token ends it as far as a worker can tell."""
+        outputs = len(self.tokens) - self.prompt
+        endings = {*self.params.stop_token_ids, *(() if self.params.ignore_eos else (EOS,))}
+        return outputs >= max(1, self.params.min_tokens) and self.tokens[-1] in endings
+
     def copy(self) -> _Slot:
         return _Slot(list(self.tokens), self.prompt, self.length, list(self.blocks), self.params, self.spoiled)
 
@@ -89,8 +96,11 @@ class ModelWorker:
         spoil: int | None = None,
         outcome: int = worker_pb2.ROW_OUTCOME_FAILED,
         error: TokenloomError | None = None,
+        later: bool = False,
     ) -> worker_pb2.StepResult:
         """Runs a batch if its predecessor completed.
+
+        `later`: it is not the first step of its lease: rows that have ended since are skipped.
 
         `fail`: it breaks halfway (for `error`, if that is told) and leaves slots as they were, block contents undefined. `refuse`: it is
         not run for a reason of the worker's own. `spoil`: that row (modulo their number) ends with `outcome`; from then on its slot yields
@@ -105,10 +115,12 @@ class ModelWorker:
             self.slots.pop(slot, None)
         for entry in batch.opens:
             self._open(entry)
+        skipped = {i for i, slot in enumerate(batch.slots) if later and self.slots[slot].ended and not self.slots[slot].spoiled}
         spoilt = self._spoilt_row(batch, spoil, outcome)
+        spoilt = None if spoilt in skipped else spoilt
         if spoilt is not None and outcome not in _COMPUTED:
             self.slots[batch.slots[spoilt]].spoiled = True
-        tokens = self._rows(batch)
+        tokens = self._rows(batch, skipped)
         if fail:
             self._scramble(batch)
             self.slots = before
@@ -123,7 +135,8 @@ class ModelWorker:
             self.slots[batch.slots[spoilt]].spoiled = True
             if outcome != worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE:
                 tokens[spoilt] = []
-        result.row_outcomes = bytes(outcome if index == spoilt else worker_pb2.ROW_OUTCOME_OK for index in range(len(tokens)))
+        outcomes = {**dict.fromkeys(skipped, worker_pb2.ROW_OUTCOME_NOT_RUN), spoilt: outcome}
+        result.row_outcomes = bytes(outcomes.get(index, worker_pb2.ROW_OUTCOME_OK) for index in range(len(tokens)))
         result.token_counts.extend(len(row) for row in tokens)
         result.token_ids = pack_ids(itertools.chain.from_iterable(tokens))
         result.timings.forward_us, result.timings.total_us = 1000, 1100
@@ -153,11 +166,14 @@ class ModelWorker:
         self._check_read(slot, entry.computed_tokens)
         self.slots[entry.slot] = slot
 
-    def _rows(self, batch: worker_pb2.StepBatch) -> list[list[int]]:
+    def _rows(self, batch: worker_pb2.StepBatch, skipped: Collection[int] = ()) -> list[list[int]]:
         assert len(set(batch.slots)) == len(batch.slots), "a slot stands twice in a batch"
         fresh = iter(unpack_ids(batch.new_block_ids))
         rows = zip(batch.slots, batch.counts, batch.samples, batch.new_block_counts, strict=True)
-        return [self._row(slot, count, bool(sample), list(itertools.islice(fresh, new))) for slot, count, sample, new in rows]
+        return [
+            [] if index in skipped else self._row(slot, count, bool(sample), list(itertools.islice(fresh, new)))
+            for index, (slot, count, sample, new) in enumerate(rows)
+        ]
 
     def _row(self, index: int, count: int, sample: bool, new_blocks: list[int]) -> list[int]:
         slot = self.slots[index]
