@@ -80,7 +80,7 @@ class _Draft:
     def _may_lease(self) -> bool:
         """Whether the same rows may run several steps on end: all decode, everybody who runs is among them, and nobody waits for a step."""
         rows = self._plan.rows
-        if self._soon or self._suspicious or self._distance > 1 or not rows or not all(row.count == 1 and row.sample for row in rows):
+        if self._soon or self._suspicious or self._distance > 1 or not rows or any(row.prefill for row in rows):
             return False
         planned = (request.residency for request in self._group.running if request.remaining)
         return all(residency is not None and residency.last_batch == self._number for residency in planned)
