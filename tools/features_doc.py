@@ -46,6 +46,7 @@ FEATURES = (
     Feature("chunked prefill", "always, unless `--no-enable-chunked-prefill`"),
     Feature("preemption", "the cache is too small for all that run"),
     Feature("dispatch-ahead", "always, unless `--dispatch-margin-ms 0`"),
+    Feature("leases", "`--max-lease-steps`: several decode steps in one message"),
     Feature("failed batches", "a step fails, or runs out of memory: replayed, in halves"),
     Feature("worker loss", "a worker dies, hangs or restarts: its requests are opened anew"),
     Feature("session loss", "a scheduler dies or a stream breaks: the gateway resubmits"),

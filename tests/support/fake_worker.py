@@ -10,6 +10,7 @@ import grpc
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.rpc import PROTOCOL_VERSION, Server, abort, listen, new_server
+from tests.support.core_leases import LeaseRunner
 from tests.support.model_worker import EOS, VOCABULARY, ModelWorker
 from tokenloom.common.v1 import common_pb2
 from tokenloom.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -38,13 +39,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     """One group. `gate` set: steps run; cleared: they wait.
 
     `fail_steps`: how many of the next batches fail. `refuse_steps`: how many are answered not_run. `answer`: replaces a result before it
-    is sent. `batches`: what arrived; `overlaps`: how many of them did while a step was running. `violations`: reads of blocks that did
-    not hold what they should, and batches that break the rules.
+    is sent. `batches` and `cuts`: what arrived; `overlaps`: how many batches did while a step was running. `deaf`: cuts are ignored.
+    `violations`: reads of blocks that did not hold what they should, and batches that break the rules.
     """
 
     def __init__(self, *, blocks: int = 64, slots: int = 8, max_model_len: int = 128, step_seconds: float = 0.0) -> None:
         self.blocks, self.slots, self.max_model_len, self.step_seconds = blocks, slots, max_model_len, step_seconds
         self.model = ModelWorker(blocks, slots)
+        self.runner = LeaseRunner(self.model)
+        self.deaf = False
         self.gate = asyncio.Event()
         self.gate.set()
         self.fail_steps = 0
@@ -56,6 +59,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.highest_token = 0
         self.attaches: list[worker_pb2.Attach] = []
         self.batches: list[worker_pb2.StepBatch] = []
+        self.cuts: list[worker_pb2.Cut] = []
         self.arrived = asyncio.Condition()
         self.fingerprint = "table"
         self.running_us = 0
@@ -109,13 +113,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.highest_token = attach.fencing_token
         self.running_us = 0
         self.model = ModelWorker(self.blocks, self.slots, epoch=attach.epoch)
+        self.runner = LeaseRunner(self.model)
         await context.write(worker_pb2.RunResponse(attached=self._attached(attach.epoch)))
-        queue: asyncio.Queue[worker_pb2.StepBatch] = asyncio.Queue()
         self._leave, self._left = asyncio.get_running_loop().create_future(), asyncio.Event()
-        tasks = [
-            asyncio.create_task(work)
-            for work in (self._read(queue, context), self._beat(attach.epoch, context), self._steps(queue, context))
-        ]
+        tasks = [asyncio.create_task(work) for work in (self._read(context), self._beat(attach.epoch, context), self._steps(context))]
         try:
             await asyncio.wait([*tasks, self._leave], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -127,40 +128,56 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if self._leave.done() and (error := self._leave.result()) is not None:
             await abort(context, error)
 
-    async def _read(self, queue: asyncio.Queue[worker_pb2.StepBatch], context: Any) -> None:
+    async def wait_cuts(self, count: int) -> None:
+        """Until `count` cuts have arrived since the start."""
+        async with self.arrived:
+            await self.arrived.wait_for(lambda: len(self.cuts) >= count)
+
+    async def _read(self, context: Any) -> None:
         while isinstance(request := await context.read(), worker_pb2.RunRequest):
-            self.batches.append(request.batch)
-            self.overlaps += self.stepping
-            queue.put_nowait(request.batch)
+            if request.HasField("cut"):
+                self.cuts.append(request.cut)
+                for message in [] if self.deaf else self.runner.cut(request.cut):
+                    await self._write(context, message)
+            else:
+                self.batches.append(request.batch)
+                self.overlaps += self.stepping
+                self.runner.submit(request.batch)
             await self._notify()
 
     async def _notify(self) -> None:
         async with self.arrived:
             self.arrived.notify_all()
 
-    async def _steps(self, queue: asyncio.Queue[worker_pb2.StepBatch], context: Any) -> None:
+    async def _steps(self, context: Any) -> None:
         while True:
-            batch = await queue.get()
+            async with self.arrived:
+                await self.arrived.wait_for(lambda: not self.runner.idle)
             self.stepping = True
+            for message in self.runner.begin():
+                await self._write(context, message)
             await self.gate.wait()
             if self.step_seconds:
                 await asyncio.sleep(self.step_seconds)  # stands for the time that a step takes
             self.stepping = False
-            await self._write(context, worker_pb2.RunResponse(result=self.answer(self._result(batch))))
+            for message in self._end_step():
+                await self._write(context, message)
 
     async def _write(self, context: Any, message: worker_pb2.RunResponse) -> None:
         async with self._writing:  # gRPC takes one message at a time
             await context.write(message)
 
-    def _result(self, batch: worker_pb2.StepBatch) -> worker_pb2.StepResult:
-        if self.refuse_steps:
-            self.refuse_steps -= 1
-            return worker_pb2.StepResult(epoch=batch.epoch, number=batch.number, outcome=worker_pb2.BATCH_OUTCOME_NOT_RUN)
-        fail, self.fail_steps = self.fail_steps > 0, max(0, self.fail_steps - 1)
-        result = self.model.run(batch, fail=fail)
-        if self.step_seconds:
-            result.timings.total_us = int(self.step_seconds * 1e6)
-        return result
+    def _end_step(self) -> list[worker_pb2.RunResponse]:
+        refuse, self.refuse_steps = self.refuse_steps > 0, max(0, self.refuse_steps - 1)
+        fail = not refuse and self.fail_steps > 0
+        self.fail_steps -= fail
+        said = self.runner.end(fail=fail, refuse=refuse)
+        for message in said:
+            if message.HasField("result"):
+                if self.step_seconds:
+                    message.result.timings.total_us = int(self.step_seconds * 1e6)
+                message.result.CopyFrom(self.answer(message.result))
+        return said
 
     async def _beat(self, epoch: int, context: Any) -> None:
         while True:
