@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from services.scheduler.core.leases import open_lease
 from tests.support.core import RULES
 from tests.support.fake_worker import FakeWorker
 from tests.support.gateway_session import SessionClient
 from tests.support.model_worker import expected_output
 from tests.support.scheduler_mesh import SchedulerMesh, params
 from tokenloom.common.v1 import common_pb2
+from tokenloom.worker.v1 import worker_pb2
 
 LONG = params(max_tokens=100)
 LONG_OUTPUT = expected_output(RULES, [1] * 5, LONG)
@@ -26,15 +26,22 @@ async def mesh(tmp_path: Path) -> AsyncIterator[SchedulerMesh]:
 
 
 async def frozen_in_a_lease(mesh: SchedulerMesh, worker: FakeWorker) -> SessionClient:
-    """A session whose request 1, of 100 tokens, runs in a lease of which at least three steps have not begun; the worker stands still."""
+    """A session whose request 1, of 100 tokens, runs in a lease of 8 steps; the worker stands still in the third, and the scheduler knows."""
+    frozen: list[int] = []
+
+    def freeze(result: worker_pb2.StepResult) -> worker_pb2.StepResult:
+        batch = next(batch for batch in reversed(worker.batches) if batch.number <= result.number)
+        if not frozen and batch.lease_steps == 8 and result.number == batch.number + 1:
+            frozen.append(result.number)
+            worker.gate.clear()
+        return result
+
+    worker.answer = freeze
     session = await (await mesh.session()).ready()
     await session.submit(1, [1] * 5, LONG)
-
-    def deep() -> bool:
-        return any(open_lease(group) is not None and len(group.in_flight) >= 5 for group in mesh.state.groups.values())
-
-    await mesh.until(deep)
-    worker.gate.clear()
+    await mesh.until(
+        lambda: frozen and frozen == [group.in_flight[0].number - 1 for group in mesh.state.groups.values() if group.in_flight]
+    )
     return session
 
 
@@ -76,12 +83,10 @@ async def test_the_next_batch_is_sent_while_the_last_step_of_a_lease_runs(mesh: 
 async def test_an_arrival_cuts_the_lease_and_is_prefilled_next(mesh: SchedulerMesh):
     worker = await mesh.worker(step_seconds=0.002)
     session = await frozen_in_a_lease(mesh, worker)
-    lease = next(batch for batch in reversed(worker.batches) if batch.lease_steps > 1)
-    before = len(worker.batches)
+    lease, before = worker.batches[-1], len(worker.batches)
     await session.submit(2, [2] * 80, params(max_tokens=3))
     await worker.wait_cuts(1)
-    assert worker.cuts[0].number == lease.number
-    assert worker.cuts[0].last_step < lease.number + lease.lease_steps - 1
+    assert (worker.cuts[0].number, worker.cuts[0].last_step) == (lease.number, lease.number + 2)
     await mesh.until(lambda: mesh.state.counters.cut_leases == 1)
     worker.gate.set()
     assert (await session.ended(2)).tokens == expected_output(RULES, [2] * 80, params(max_tokens=3))
@@ -95,13 +100,13 @@ async def test_an_arrival_cuts_the_lease_and_is_prefilled_next(mesh: SchedulerMe
 async def test_a_cancel_cuts_the_lease_and_its_blocks_are_free_once_the_running_step_ends(mesh: SchedulerMesh):
     worker = await mesh.worker(step_seconds=0.002)
     session = await frozen_in_a_lease(mesh, worker)
-    steps = len(worker.model.steps)
+    ran = len(worker.model.steps)
     await session.cancel(1)
     await worker.wait_cuts(1)
     worker.gate.set()
     assert (await session.ended(1)).ending.reason == common_pb2.FINISH_REASON_CANCELLED
     await mesh.settled()
-    assert len(worker.model.steps) <= steps + 2  # the running step, and at most the closing of the slot
+    assert sum(rows for rows, _ in worker.model.steps[ran:]) == 1, "more than the step that was running ran"
     assert await mesh.sample("cut_leases_total") == 1
     assert await mesh.sample("cancel_to_free_seconds_count") == 1
 
