@@ -26,7 +26,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[SchedulerMesh]:
 
 
 async def frozen_in_a_lease(mesh: SchedulerMesh, worker: FakeWorker) -> SessionClient:
-    """A session whose request 1, of 100 tokens, runs in a lease of 8 steps; the worker stands still in the third, and the scheduler knows."""
+    """A session whose request 1, of 100 tokens, runs in a lease of 8 steps. The worker stands still in the third, as is known."""
     frozen: list[int] = []
 
     def freeze(result: worker_pb2.StepResult) -> worker_pb2.StepResult:
