@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from tests.property.core_mutations import CORE_MUTATIONS
+from tests.property.lease_mutations import LEASE_MUTATIONS
 from tests.property.mutation import Mutation
 from tests.property.session_mutations import SESSION_MUTATIONS
 
@@ -24,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 EVENTS, SEEDS = 20_000, tuple(range(1, 11))
 # Seconds after which a drive hangs; an unbroken one takes a tenth of it.
 PATIENCE = 120
-MUTATIONS = [*CORE_MUTATIONS, *SESSION_MUTATIONS]
+MUTATIONS = [*CORE_MUTATIONS, *LEASE_MUTATIONS, *SESSION_MUTATIONS]
 
 
 def _copy(root: Path) -> None:
