@@ -24,9 +24,9 @@ from services.scheduler.core.leases import can_dispatch, cut, messages_in_flight
 from services.scheduler.core.plan import BatchOutcome, Effects, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy
-from services.scheduler.core.request import CancelReason, Ending, RequestEvent, RequestKey, Residency, WaitReason
+from services.scheduler.core.request import CancelReason, Ending, Request, RequestEvent, RequestKey, Residency, WaitReason
 from services.scheduler.core.state import Group, SchedulerState
-from services.scheduler.core.stopping import StopRules
+from services.scheduler.core.stopping import Stop, StopRules
 from services.scheduler.facts import check_fit, limits_of, welcome_of, window_of
 from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
@@ -171,6 +171,9 @@ class Engine:
         effects = apply(state, group, outcome, now)
         self._metrics.apply_time.observe((self._clock.monotonic_ns() - now) / 1e9)
         if head is None or (outcome.epoch, outcome.number) != (head.epoch, head.number):
+            # Answers come in order: the one before this will never come.
+            if head is not None and outcome.epoch == head.epoch and outcome.number > head.number:
+                raise LostWorker(f"the worker answered step {outcome.number} and owes step {head.number}")
             return
         if outcome.outcome is BatchOutcome.NOT_RUN and not head.predecessor:
             self._clients.publish(effects)
@@ -332,7 +335,7 @@ class Engine:
                 return
             self._cancel(key, CancelReason.SESSION_LOST)
             session.outbox.deltas.pop(submit.id, None)  # of the older attempt; the new one begins where the gateway says
-        request, stop = convert.to_request(submit, session.gateway, rules, state.next_arrival(), now)
+        request, stop = self._read(session, submit, rules, state.next_arrival(), now)
         state.accept(request)
         parent = TraceParent.parse(submit.trace.traceparent, submit.trace.tracestate)
         self._clients.accepted(request, session, RequestTrace(parent, submit.label) if parent else None)
@@ -344,6 +347,18 @@ class Engine:
         elif not self._paces and request.wait_reason is WaitReason.NEW:
             request.wait(WaitReason.NO_WORKER, now)
         self.kick()
+
+    def _read(
+        self, session: GatewaySession, submit: scheduler_pb2.Submit, rules: SubmitRules, arrival: int, now: int
+    ) -> tuple[Request, Stop | None]:
+        """See convert.to_request. What breaks it costs this submit, not the session with everybody else's requests."""
+        try:
+            return convert.to_request(submit, session.gateway, rules, arrival, now)
+        except TokenloomError:
+            raise
+        except Exception as error:
+            log.exception("a submit cannot be read", gateway=session.name, id=submit.id)
+            raise TokenloomError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}") from error
 
     def cancel(self, session: GatewaySession, cancel: scheduler_pb2.Cancel) -> None:
         """See SessionOwner."""

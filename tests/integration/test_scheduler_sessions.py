@@ -13,7 +13,7 @@ import pytest
 from libs.errors import ErrorCode
 from libs.packing import pack_ids
 from libs.rpc import PROTOCOL_VERSION, connect, error_of
-from services.scheduler import sessions
+from services.scheduler import convert, sessions
 from services.scheduler.sessions import GatewaySession, SchedulerServicer
 from tests.support.core import RULES
 from tests.support.gateway_session import SessionClient
@@ -238,3 +238,26 @@ async def test_endings_arrive_with_the_last_tokens_or_after_them(mesh: Scheduler
         assert got.ending is not None
         assert got.ending.completion_tokens == len(got.tokens) == number
         assert got.ending.reason == common_pb2.FINISH_REASON_LENGTH
+
+
+async def test_a_submit_that_breaks_its_reader_is_refused_and_costs_nobody_else_the_session(
+    mesh: SchedulerMesh, monkeypatch: pytest.MonkeyPatch
+):
+    await mesh.worker()
+    session = await (await mesh.session()).ready()
+
+    def broken(submit: scheduler_pb2.Submit, *rest: Any) -> Any:
+        if submit.id == 2:
+            raise KeyError("a bug")
+        return to_request(submit, *rest)
+
+    to_request = convert.to_request
+    monkeypatch.setattr(convert, "to_request", broken)
+    for number in range(1, 4):
+        await session.submit(number, [number], params())
+    for number in (1, 3):
+        assert (await session.ended(number)).tokens == expected_output(RULES, [number], params())
+    ending = (await session.ended(2)).ending
+    assert ending is not None
+    assert (ErrorCode.from_number(ending.error.code), ending.was_accepted) == (ErrorCode.INTERNAL, False)
+    assert not session.over

@@ -347,3 +347,17 @@ async def test_a_cancel_while_no_worker_is_there_ends_the_request(mesh: Schedule
     ending = (await session.ended(1)).ending
     assert ending is not None
     assert ending.reason == common_pb2.FINISH_REASON_CANCELLED
+
+
+@pytest.mark.composes("worker loss", "seed")
+async def test_a_worker_that_owes_an_answer_and_sends_the_next_one_is_attached_anew(mesh: SchedulerMesh):
+    worker = await mesh.worker()
+
+    def skip_the_third(result: worker_pb2.StepResult) -> worker_pb2.StepResult:
+        result.number += result.number == 3 and len(worker.attaches) == 1
+        return result
+
+    worker.answer = skip_the_third
+    session = await (await mesh.session()).ready()
+    await all_exact(session, await submit_some(session, 2))
+    assert len(worker.attaches) == 2
