@@ -23,7 +23,7 @@ class Episode:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self.world = SessionWorld(gateways=rng.choice([1, 2]))
+        self.world = SessionWorld(gateways=rng.choice([1, 2]), lease_steps=rng.choice([1, 1, 4, 8]))
         self._events: list[Callable[[], None]] = []
         self._weights: list[float] = []
         for event, weight, optional in self._kinds():
@@ -41,6 +41,7 @@ class Episode:
             (lambda: world.deliver_down(pick(), pick()), 14, False),
             (lambda: world.deliver_down(pick(), pick(), twice=True), 2, True),
             (lambda: world.lose_frame(pick()), 0.5, True),
+            (world.take, 6, False),
             (world.work, 14, False),
             (lambda: world.work(fail=True), 0.2, True),
             (world.answer, 14, False),

@@ -25,9 +25,9 @@ class SessionMachine(RuleBasedStateMachine):
 
     world: SessionWorld
 
-    @initialize()
-    def begin(self) -> None:
-        self.world = SessionWorld()
+    @initialize(lease_steps=st.sampled_from([1, 4]))
+    def begin(self, lease_steps: int) -> None:
+        self.world = SessionWorld(lease_steps=lease_steps)
 
     @rule(
         gateway=GATEWAY,
@@ -65,6 +65,10 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(gateway=GATEWAY)
     def a_frame_is_lost(self, gateway: int) -> None:
         self.world.lose_frame(gateway)
+
+    @rule()
+    def worker_reads(self) -> None:
+        self.world.take()
 
     @rule(fail=st.sampled_from([False, False, False, True]))
     def worker_runs(self, fail: bool) -> None:
@@ -137,6 +141,9 @@ EVENTS = {
     "resubmit": 10,
     "resubmit with output": 3,
     "worker lost": 3,
+    "lease": 20,
+    "cut": 10,
+    "closed": 10,
     "cancel": 20,
     "length": 30,
     "length after a loss": 5,

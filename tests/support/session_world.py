@@ -22,6 +22,7 @@ from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.sessions import GatewaySession
 from services.scheduler.workers import LostWorker, WorkerLink
+from tests.support.core_leases import LeaseRunner
 from tests.support.fake_worker import worker_facts
 from tests.support.model_worker import ModelWorker, text_table
 from tests.support.session_sides import MAX_MODEL_LEN, SECOND, Choice, GatewaySide, VirtualLoop, Wire
@@ -38,20 +39,20 @@ _ERRORS = {code.spec.code for code in (ErrorCode.SESSION_LOST, ErrorCode.QUEUE_F
 class SessionWorld:
     """See the module. Numbers that choose among things are taken modulo how many there are."""
 
-    def __init__(self, gateways: int = 2) -> None:
+    def __init__(self, gateways: int = 2, lease_steps: int = 1) -> None:
         self.clock = ManualClock()
         self.loop = VirtualLoop(self.clock)
-        self.engine: Engine = self.loop.run_until_complete(self._engine())
+        self.engine: Engine = self.loop.run_until_complete(self._engine(lease_steps))
         self.link = WorkerLink("worker", self.engine)
-        self.worker: ModelWorker | None = None
-        self.answers: deque[worker_pb2.StepResult] = deque()
+        self.worker: LeaseRunner | None = None
+        self.answers: deque[worker_pb2.RunResponse] = deque()
         self.gateways = [GatewaySide(instance + 1) for instance in range(gateways)]
         self.sessions = 0
         self.seen: Counter[str] = Counter()
         self.attach()
 
-    async def _engine(self) -> Engine:
-        config = SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=SLOTS, max_queue=MAX_QUEUE)
+    async def _engine(self, lease_steps: int) -> Engine:
+        config = SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=SLOTS, max_queue=MAX_QUEUE, max_lease_steps=lease_steps)
         tracer = Tracer("scheduler", "test")
         return Engine(config, self.clock, tracer, SchedulerMetrics(), Leadership(None), text_table(), lambda: None)
 
@@ -208,7 +209,7 @@ class SessionWorld:
         if self.worker is None:
             token, epoch = self.engine.next_epoch()
             facts = worker_facts(BLOCKS, SLOTS, MAX_MODEL_LEN)
-            self.worker = ModelWorker(BLOCKS, SLOTS, epoch=epoch)
+            self.worker = LeaseRunner(ModelWorker(BLOCKS, SLOTS, epoch=epoch))
             self.link.outgoing = asyncio.Queue()
             self.engine.worker_attached(self.link, worker_pb2.Attached(highest_fencing_token=token, epoch=epoch, facts=facts))
             self.seen["attach"] += 1
@@ -222,21 +223,43 @@ class SessionWorld:
             self.seen["worker lost"] += 1
             self.check()
 
-    def work(self, *, fail: bool = False) -> None:
-        """The worker runs its next batch."""
+    def take(self) -> None:
+        """The next batch, or the next cut, reaches the worker."""
         if self.worker is not None and not self.link.outgoing.empty():
-            self.answers.append(self.worker.run(self.link.outgoing.get_nowait().batch, fail=fail))
+            message = self.link.outgoing.get_nowait()
+            if message.HasField("cut"):
+                self.answers.extend(self.worker.cut(message.cut))
+                self.seen["cut"] += 1
+            else:
+                self.worker.submit(message.batch)
+                self.seen["lease"] += message.batch.lease_steps > 1
+            self.check()
+
+    def work(self, *, fail: bool = False) -> None:
+        """The worker runs its next step."""
+        if self.worker is not None:
+            if self.worker.idle:
+                self.take()
+            self.answers.extend(self.worker.end(fail=fail))
             self.check()
 
     def answer(self) -> None:
         """The worker's oldest answer reaches the engine."""
         if self.answers:
-            try:
-                self.engine.worker_answered(self.link, self.answers.popleft())
-            except LostWorker:
-                self.lose_worker()
-            self.seen["answer"] += 1
+            message = self.answers.popleft()
+            if message.HasField("closed"):
+                self.engine.worker_closed(self.link, message.closed)
+                self.seen["closed"] += 1
+            else:
+                self._answer_step(message.result)
             self.check()
+
+    def _answer_step(self, result: worker_pb2.StepResult) -> None:
+        try:
+            self.engine.worker_answered(self.link, result)
+        except LostWorker:
+            self.lose_worker()
+        self.seen["answer"] += 1
 
     # Time
 
@@ -332,6 +355,8 @@ class SessionWorld:
                 self.write_down(index)
                 while side.wire is not None and side.wire.down:
                     self.deliver_down(index, 1)
+        self.take()
         self.work()
-        self.answer()
+        while self.answers:
+            self.answer()
         self.pass_time(0.05)

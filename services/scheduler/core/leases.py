@@ -69,7 +69,7 @@ def _steps_ahead(group: Group, plan: StepPlan, most: int) -> int:
     for row in plan.rows:
         request = row.request
         most = min(most, request.stops.max_output - len(request.output_ids) - request.unresolved_samples)
-    spare = group.ledger.available - group.reserve
+    spare = max(0, group.ledger.available - group.reserve)
     while most > 0 and sum(max(0, _missing_blocks(row, most)) for row in plan.rows) > spare:
         most //= 2
     return most

@@ -60,3 +60,29 @@ def test_cancels_are_settled_by_the_batch_that_their_blocks_waited_for(pace: Pac
     pace.freeing = [(10, 4), (20, 5), (30, 7)]
     assert pace.take_freed(5) == [10, 20]
     assert pace.freeing == [(30, 7)]
+
+
+def test_behind_a_closed_lease_the_next_batch_is_due_when_all_its_steps_are_predicted_to_end(pace: Pace, head: StepPlan):
+    pace.observe(head, 50_000)
+    pace.started_ns = 1_000_000_000
+    assert pace.wait_us(head, 3000, 1_000_000_000, steps=3) == 147_000
+
+
+@pytest.mark.parametrize(
+    ("seen_us", "due_ns", "steps"),
+    [
+        (None, None, 1),
+        (None, 10**12, 1),
+        (10_000, None, 8),
+        (10_000, 10**9, 8),
+        (10_000, 35_000_000, 3),
+        (10_000, 5_000_000, 1),
+        (10_000, -5, 1),
+    ],
+)
+def test_a_lease_is_over_before_the_next_deadline_and_is_none_while_nothing_is_foreseen(
+    pace: Pace, seen_us: int | None, due_ns: int | None, steps: int
+):
+    if seen_us is not None:
+        pace.predictor.observe(4, 4, seen_us)
+    assert pace.lease_steps(4, 8, due_ns, 0) == steps

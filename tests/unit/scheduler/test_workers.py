@@ -84,6 +84,20 @@ def test_a_step_that_runs_too_long_is_a_loss():
         worker._dispatch(beat(1_000_001), 1)
 
 
+def test_the_answer_to_a_cut_reaches_the_engine():
+    heard: list[worker_pb2.Closed] = []
+    worker = WorkerLink("unix:/nowhere", SimpleNamespace(worker_closed=lambda _, closed: heard.append(closed)))  # type: ignore[arg-type]
+    worker._dispatch(worker_pb2.RunResponse(closed=worker_pb2.Closed(epoch=1, number=5, last_step=7)), 1)
+    assert [(closed.number, closed.last_step) for closed in heard] == [(5, 7)]
+
+
+def test_batches_and_cuts_leave_in_order():
+    worker = link()
+    worker.send(worker_pb2.StepBatch(number=5, lease_steps=4))
+    worker.send_cut(worker_pb2.Cut(number=5, last_step=6))
+    assert [worker.outgoing.get_nowait().WhichOneof("kind") for _ in range(2)] == ["batch", "cut"]
+
+
 def test_a_heartbeat_of_another_epoch_says_nothing():
     worker = link()
     worker._dispatch(beat(5_000_000, epoch=9), 1)

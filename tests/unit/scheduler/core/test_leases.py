@@ -117,6 +117,15 @@ def test_a_lease_is_as_long_as_the_blocks_allow_without_the_reserve():
     assert group.ledger.available == 1
 
 
+def test_a_lease_that_needs_no_blocks_needs_no_reserve():
+    state = make_state()
+    group = add_group(state, blocks=1)
+    submit(state, [1] * 3, max_tokens=14)
+    step(state, group)
+    assert group.ledger.available == 0
+    assert leased(state, group).steps == STEPS
+
+
 def test_nobody_is_preempted_for_a_longer_lease():
     state = make_state()
     group = add_group(state, blocks=3)
