@@ -88,6 +88,17 @@ async def test_greedy_tokens_do_not_depend_on_chunking(
         assert mesh.stop() == 0
 
 
+@pytest.mark.composes("greedy", "leases")
+async def test_greedy_tokens_do_not_depend_on_leases(tmp_path: Path, reference: Reference, prompts: list[list[int]]) -> None:
+    mesh = Mesh.start(tmp_path, "--max-lease-steps=8")
+    try:
+        await check(mesh, reference, prompts[:8])
+        steps = mesh.metrics("scheduler")
+        assert steps["tokenloom:leases_total"] > 0, "nobody was granted several steps"
+    finally:
+        assert mesh.stop() == 0
+
+
 @pytest.mark.composes("seed")
 async def test_a_seed_gives_the_same_tokens_alone_and_among_sixteen_others(mesh: Mesh, prompts: list[list[int]]) -> None:
     async def draw(seed: int, prompt: list[int]) -> list[int]:
