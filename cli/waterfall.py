@@ -24,16 +24,17 @@ def render(spans: Sequence[StoredSpan], width: int) -> RenderableType:
     """The waterfall of one trace, for a terminal `width` columns wide."""
     start_ns, end_ns = whole_ns(spans)
     whole = max(end_ns - start_ns, 1)
-    rows = build_tree(spans)
-    name = min(max(2 * row.depth + len(row.span.name) for row in rows if isinstance(row, SpanNode)), _MAX_NAME, width - _FIXED - _MIN_BAR)
+    rows, titles = build_tree(spans), _titles(spans)
+    longest = max(2 * row.depth + _longest(row.span, titles) for row in rows if isinstance(row, SpanNode))
+    name = min(longest, _MAX_NAME, width - _FIXED - _MIN_BAR)
     bar = max(width - _FIXED - name, _MIN_BAR)
     table = Table(box=None, padding=(0, 1), expand=False)
     for title, justify in (("span", "left"), ("service", "left"), ("at", "right"), ("took", "right"), ("share", "right")):
         table.add_column(title, justify=justify, no_wrap=True, max_width=max(name, 4) if title == "span" else None)  # type: ignore[arg-type]
-    table.add_column("", max_width=bar)
+    table.add_column("", max_width=bar, overflow="fold")  # of an event's details nothing is left out
     for row in rows:
         if isinstance(row, SpanNode):
-            _add_span(table, row, start_ns, whole, bar)
+            _add_span(table, row, titles[row.span.span_id], start_ns, whole, bar)
         else:
             _add_gap(table, row, start_ns, whole)
     return Group(_heading(spans, whole), table)
@@ -47,12 +48,27 @@ def _heading(spans: Sequence[StoredSpan], whole: int) -> Text:
     return text
 
 
-def _add_span(table: Table, node: SpanNode, start_ns: int, whole: int, bar: int) -> None:
+def _titles(spans: Sequence[StoredSpan]) -> dict[str, str]:
+    """By span id, the span's name; where the request has several choices, with the number of its own: `decode [2]`."""
+    listed = (span.attributes.get("tokenloom.request_id") for span in spans)
+    numbers = {name: number for ids in listed if isinstance(ids, list) for number, name in enumerate(ids)}
+    titles: dict[str, str] = {}
+    for span in spans:
+        choice = numbers.get(span.attributes.get("tokenloom.request", ""), span.attributes.get("tokenloom.choice")) if numbers else None
+        titles[span.span_id] = span.name if choice is None else f"{span.name} [{choice}]"
+    return titles
+
+
+def _longest(span: StoredSpan, titles: dict[str, str]) -> int:
+    return max(len(titles[span.span_id]), *(len(f"  · {event.name}") for event in span.events), 0)
+
+
+def _add_span(table: Table, node: SpanNode, title: str, start_ns: int, whole: int, bar: int) -> None:
     span, indent, service = node.span, "  " * node.depth, node.span.service.removeprefix("tokenloom-")
     colour = _COLOURS.get(service, "white")
     took = span.end_ns - span.start_ns
     table.add_row(
-        Text(indent + span.name, style="bold red" if span.error is not None else ""),
+        Text(indent + title, style="bold red" if span.error is not None else ""),
         Text(service, style=colour),
         duration(span.start_ns - start_ns),
         duration(took),

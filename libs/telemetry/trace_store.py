@@ -63,8 +63,12 @@ class StoredSpan:
     error: str | None = None
 
     def request_ids(self) -> list[str]:
-        """The names of the request that this span carries."""
-        return [str(self.attributes[key]) for key in REQUEST_ID_ATTRIBUTES if self.attributes.get(key)]
+        """The names of the request that this span carries; of a request of several choices, each choice's internal id too."""
+        found: list[str] = []
+        for key in REQUEST_ID_ATTRIBUTES:
+            value = self.attributes.get(key)
+            found += map(str, value) if isinstance(value, list) else [str(value)] if value else []
+        return found
 
     def to_json(self) -> str:
         """The span as one JSON object."""

@@ -141,11 +141,11 @@ class RequestRecord:
 
     def _trace(self, tracer: Tracer, hops: list[Hop], ended_ns: int, offset: int) -> None:
         self._trace_tokenize(tracer, ended_ns)
-        tickets = [choice.ticket for choice in self.choices if choice.ticket.ending is not None]
-        for index, (hop, ticket) in enumerate(zip(hops, tickets, strict=True)):
-            where: dict[str, AttributeValue] = {"tokenloom.choice": index}
-            if ticket.lost_ns:
-                events = [SpanEvent("scheduler_lost", lost + offset) for lost in ticket.lost_ns]
+        ended = [choice for choice in self.choices if choice.ticket.ending is not None]
+        for hop, choice in zip(hops, ended, strict=True):
+            where: dict[str, AttributeValue] = {"tokenloom.choice": choice.index}
+            if choice.ticket.lost_ns:
+                events = [SpanEvent("scheduler_lost", lost + offset) for lost in choice.ticket.lost_ns]
                 self._stage(tracer, "lost", self.tokenized_ns, hop.submitted_ns, where, events)
             self._stage(tracer, "transport", hop.submitted_ns, hop.received_ns, {**where, "tokenloom.direction": "to_scheduler"})
             self._stage(tracer, "transport", hop.ended_ns, hop.returned_ns, {**where, "tokenloom.direction": "from_scheduler"})

@@ -58,6 +58,41 @@ def test_the_waterfall_shows_spans_gaps_shares_events_and_errors(store):
     assert any(line.startswith("· preempted 30.00 ms reason=no_blocks") for line in lines)
 
 
+def choices():
+    ids = ["a1:7", "a1:8"]
+    return [
+        span(1, 0, "POST /v1/completions", "gateway", 0, 100, attributes={"tokenloom.request_id": ids, "gen_ai.response.id": "cmpl-1"}),
+        span(2, 1, "transport", "gateway", 0, 10, attributes={"tokenloom.choice": 1}),
+        span(3, 1, "decode", "scheduler", 20, 100, attributes={"tokenloom.request": "a1:8"}),
+        span(4, 3, "worker.decode", "worker", 20, 99, attributes={"tokenloom.request": "a1:8"}),
+        span(5, 1, "decode", "scheduler", 20, 90, attributes={"tokenloom.request": "a1:7"}),
+    ]
+
+
+def test_where_a_request_has_several_choices_every_stage_says_whose_it_is():
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(choices(), 100))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert lines[1].split() == ["a1:7", "a1:8", "cmpl-1"]
+    titles = [line[: lines[2].index("service")].strip() for line in lines[3:]]
+    stages = [title for title in titles if title != "(gap)"]
+    assert stages == ["POST /v1/completions", "transport [1]", "decode [1]", "worker.decode [1]", "decode [0]"]
+
+
+def test_a_trace_is_found_by_the_internal_id_of_any_choice(store):
+    store.add(choices())
+    assert json.loads(run("a1:8", "--json").stdout)["request_ids"] == ["a1:7", "a1:8", "cmpl-1"]
+
+
+def test_in_a_narrow_terminal_reasons_are_folded_and_not_cut_off():
+    console = Console(width=70, record=True, file=io.StringIO())
+    waiting = StoredEvent("waiting", BASE, {"tokenloom.reason": "parent_prompt_is_being_computed"})
+    console.print(render([span(1, 0, "queue", "scheduler", 0, 100, events=(waiting,))], 70))
+    event, *folded = console.export_text().splitlines()[3:]
+    assert event.split()[:2] == ["·", "waiting"]
+    assert "".join([event.split()[-1], *(line.strip() for line in folded)]) == "reason=parent_prompt_is_being_computed"
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_no_time_is_cut_off_however_narrow_the_terminal(width):
     console = Console(width=width, record=True, file=io.StringIO())
