@@ -90,6 +90,7 @@ class Generation:
         facts = self._facts()
         self._refuse_unserved(facts)
         self._refuse_unsafe_stops()
+        self._refuse_more_than_may_live(facts.max_live_sequences, len(self._wanted.prompts) * self._wanted.n, "sequences")
         expected = self._wanted.sampling.max_tokens or facts.defaults.max_new_tokens or facts.max_model_len
         estimates = [min(prompt.estimate + expected, facts.max_model_len) for prompt in self._wanted.prompts for _ in range(self._wanted.n)]
         self._leases = self._mesh.admission.admit(self._mesh.session.window, estimates)
@@ -117,6 +118,13 @@ class Generation:
                 f"priority must be 0: this server does not run --scheduling-policy priority; got {wanted.priority}",
                 param="priority",
             )
+
+    def _refuse_more_than_may_live(self, bound: int, wanted: int, what: str) -> None:
+        """All sequences of a request are live together: where the scheduler's `bound` (0: none) is less than that, no waiting helps."""
+        if bound and wanted > bound:
+            param = "n" if self._wanted.n > 1 else "prompt"
+            message = f"the prompts and choices of this request are {wanted} {what}, and the server lets {bound} be live at once"
+            raise TokenloomError(ErrorCode.CANNOT_FIT, message, param=param)
 
     def _refuse_unsafe_stops(self) -> None:
         table = self._mesh.tokenizers.table
@@ -178,6 +186,9 @@ class Generation:
             self._wanted.sampling.resolve(facts, count_ids(encoded.token_ids), seed, prompt_param=prompt.param)
             for prompt, encoded, seed in zip(self._wanted.prompts, self._encoded, drawn, strict=True)
         ]
+        if len(self._leases) > 1:  # a lone sequence may exceed the bound: else it could never be served
+            sizes = (count_ids(encoded.token_ids) + one.max_tokens for encoded, one in zip(self._encoded, resolved, strict=True))
+            self._refuse_more_than_may_live(facts.max_live_tokens, sum(sizes) * self._wanted.n, "tokens")
         first = resolved[0]
         self._record.sampling = {
             "gen_ai.request.max_tokens": first.max_tokens,

@@ -70,21 +70,23 @@ def limits_of(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> Limits:
     )
 
 
-def model_facts(facts: worker_pb2.WorkerFacts, *, priorities: bool) -> scheduler_pb2.ModelFacts:
-    """What a gateway must know of the model, and whether `priorities` are served."""
+def model_facts(facts: worker_pb2.WorkerFacts, config: SchedulerConfig) -> scheduler_pb2.ModelFacts:
+    """What a gateway must know of the model, of the queue's order and of how much may be live at all."""
     return scheduler_pb2.ModelFacts(
         fingerprints=facts.fingerprints,
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids,
         defaults=facts.defaults,
-        priority_scheduling=priorities,
+        priority_scheduling=config.scheduling_policy == "priority",
+        max_live_sequences=config.max_queue,
+        max_live_tokens=config.max_queue_tokens,
     )
 
 
 def welcome_of(facts: worker_pb2.WorkerFacts | None, leader_token: int, config: SchedulerConfig) -> scheduler_pb2.Welcome:
     """What a session is told first, and again once a worker (whose `facts` are None until then) has attached."""
-    model = model_facts(facts, priorities=config.scheduling_policy == "priority") if facts else None
+    model = model_facts(facts, config) if facts else None
     return scheduler_pb2.Welcome(protocol_version=PROTOCOL_VERSION, leader_token=leader_token, shard=config.shard, model=model)
 
 

@@ -170,6 +170,37 @@ async def test_choices_and_prompts_together_are_bounded(tmp_path):
         assert (await gateway.complete(["a"] * 7, n=7)).json()["error"]["param"] == "prompt"
 
 
+@pytest.mark.composes("n", "prompt list", "bounded queue")
+async def test_more_sequences_than_may_ever_be_live_are_a_400_and_not_worth_another_try(tmp_path):
+    scheduler = FakeScheduler(says_its_place)
+    scheduler.model = facts(max_live_sequences=4)
+    async with running_gateway(tmp_path, scheduler) as gateway:
+        for prompt, n, param in (("a", 5, "n"), (["a", "b", "c"], 2, "n"), (list("abcde"), 1, "prompt")):
+            response = await gateway.complete(prompt, n=n)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["param"]) == (400, "cannot_fit", param)
+            assert "4" in error["message"]
+            assert "retry-after" not in response.headers
+        assert scheduler.submitted.empty()
+        assert (await gateway.complete(["a", "b"], n=2)).status_code == 200
+        await gateway.until_idle()
+
+
+@pytest.mark.composes("n", "prompt list", "bounded queue")
+async def test_choices_of_more_tokens_than_may_ever_be_live_are_a_400_but_one_alone_runs(tmp_path):
+    scheduler = FakeScheduler(says_its_place)
+    scheduler.model = facts(max_live_tokens=20)
+    async with running_gateway(tmp_path, scheduler) as gateway:
+        for prompt, n, param in (("abcde", 3, "n"), (["abcde", "ab", "a"], 1, "prompt")):
+            response = await gateway.complete(prompt, n=n, max_tokens=5)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["param"]) == (400, "cannot_fit", param)
+        assert scheduler.submitted.empty()
+        assert (await gateway.complete("abcde", n=2, max_tokens=5)).status_code == 200, "exactly as many"
+        assert (await gateway.complete("abcde", max_tokens=30)).status_code == 200
+        await gateway.until_idle()
+
+
 async def test_best_of_is_fine_where_it_equals_n(gateway):
     assert (await gateway.complete("a", n=2, best_of=2)).status_code == 200
 

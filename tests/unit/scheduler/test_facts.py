@@ -116,9 +116,10 @@ def test_switches_reach_the_limits():
 
 
 def test_gateways_are_told_what_they_need_of_the_model():
-    told = model_facts(facts(defaults=common_pb2.GenerationDefaults(temperature=0.5)), priorities=False)
+    told = model_facts(facts(defaults=common_pb2.GenerationDefaults(temperature=0.5)), SchedulerConfig(max_queue=7, max_queue_tokens=900))
     assert (told.max_model_len, told.vocab_size, list(told.eos_token_ids)) == (128, 40, [0, 1])
     assert (told.fingerprints.tokenizer, told.defaults.temperature) == ("t", 0.5)
+    assert (told.max_live_sequences, told.max_live_tokens) == (7, 900)
 
 
 @pytest.mark.parametrize(("policy", "served"), [("fcfs", False), ("priority", True)])
