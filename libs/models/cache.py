@@ -20,19 +20,23 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "tokenloom"
 
 
-def ensure_entry(entry: Path, make: Callable[[Path], None]) -> Path:
-    """Returns the directory `entry`, made by `make(staging)` if it is not there yet.
+def _any(entry: Path) -> bool:
+    return True
+
+
+def ensure_entry(entry: Path, make: Callable[[Path], None], intact: Callable[[Path], bool] = _any) -> Path:
+    """Returns the directory `entry`, made by `make(staging)` if it is not there yet, or made again if it is not `intact`.
 
     `make` fills an empty directory beside `entry` that is renamed into place when it returns and removed when it raises. A lock file
     lets one process make it while others wait; a process that dies leaves no lock behind, only its staging directory, which the next
     one removes.
     """
-    if entry.is_dir():
+    if entry.is_dir() and intact(entry):
         return entry
     entry.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{entry.name}.new-"
     with _locked(entry.with_name(f".{entry.name}.lock")):
-        if entry.is_dir():
+        if entry.is_dir() and intact(entry):
             return entry
         for abandoned in entry.parent.glob(f"{prefix}*"):
             shutil.rmtree(abandoned, ignore_errors=True)
@@ -40,6 +44,8 @@ def ensure_entry(entry: Path, make: Callable[[Path], None]) -> Path:
         try:
             make(staging)
             staging.chmod(0o755)
+            if entry.is_dir():
+                shutil.rmtree(entry)
             staging.rename(entry)
         finally:
             shutil.rmtree(staging, ignore_errors=True)

@@ -14,6 +14,8 @@ from tests.kernels.support import POSITIONS, REFERENCE, Sequences, empty_cache, 
 
 HEADS = [HeadShape(9, 3, 64), HeadShape(4, 4, 16), HeadShape(32, 1, 128), HeadShape(8, 2, 256), HeadShape(5, 1, 80)]
 VOCABULARY = 50
+# An id whose query, key and value are not finite; `sequences` draws none of it.
+NOT_FINITE = VOCABULARY
 
 
 class Attending:
@@ -21,8 +23,9 @@ class Attending:
 
     def __init__(self, ops: Ops, heads: HeadShape, blocks: int, *, scale: float | None = None, factor: float = 1.0) -> None:
         self.cache = empty_cache(blocks, heads)
-        table = randn(VOCABULARY, (heads.query_heads + 2 * heads.kv_heads) * heads.head_dim, seed=1)
+        table = randn(VOCABULARY + 1, (heads.query_heads + 2 * heads.kv_heads) * heads.head_dim, seed=1)
         table[:, : heads.query_heads * heads.head_dim] *= factor
+        table[NOT_FINITE] = torch.tensor([float("nan"), float("inf")]).repeat(table.shape[1] // 2)
         rotations = randn(POSITIONS, heads.head_dim, seed=2)
         scale = heads.head_dim**-0.5 if scale is None else scale
 
@@ -87,6 +90,30 @@ def test_a_row_is_bit_identical_alone_in_company_and_in_chunks(ops: CpuOps, size
         for at in range(0, count, size):
             part = min(size, count - at)
             assert torch.equal(alone(known.step([(which, start + at, part)])), expected[at : at + part])
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("executor", ["cpu", "reference"])
+def test_what_is_not_finite_reaches_no_earlier_token_of_its_chunk_and_no_other_row(ops: CpuOps, heads: HeadShape, executor: str):
+    """An earlier token's block may be another request's prefix, so what comes behind must leave no trace in it."""
+    known, rows = sequences([40, 21, 36], VOCABULARY, seed=6), [(0, 0, 40), (1, 0, 21), (2, 0, 36)]
+    expected = Attending(ops if executor == "cpu" else REFERENCE, heads, known.num_blocks)(known.step(rows))
+    known.ids[1][18] = NOT_FINITE
+    actual = Attending(ops if executor == "cpu" else REFERENCE, heads, known.num_blocks)(known.step(rows))
+    poisoned = torch.isnan(actual).any(dim=1)
+    assert poisoned.nonzero()[:, 0].tolist() == [40 + 18, 40 + 19, 40 + 20]
+    torch.testing.assert_close(actual[~poisoned], expected[~poisoned], atol=0 if executor == "cpu" else 1e-6, rtol=0)
+
+
+def test_a_block_that_held_what_is_not_finite_is_as_good_as_any(ops: CpuOps):
+    heads, known = HeadShape(9, 3, 64), sequences([35], VOCABULARY, seed=7)
+    attending = Attending(ops, heads, known.num_blocks)
+    expected = attending(known.step([(0, 0, 35)]))
+    for bad in (float("nan"), float("inf"), float("-inf"), 3e38):
+        attending.cache.keys.fill_(bad)
+        attending.cache.values.fill_(bad)
+        assert torch.equal(attending(known.step([(0, 0, 35)])), expected)
+        assert torch.equal(attending(known.step([(0, 34, 1)])), expected[34:])
 
 
 def test_heads_that_the_kernels_do_not_take_are_known():

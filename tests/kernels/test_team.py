@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from libs.errors import TokenloomError
-from services.worker.kernels.cpu.build import BuildError, build_id, ensure_library, find_compiler
 from services.worker.ops.cpu import CpuOps
 from services.worker.ops.native import VARIANT_ENV, CpuLibrary, Team
 from services.worker.ops.recording import Kind
@@ -267,16 +266,3 @@ def test_the_library_uses_no_openmp(library: Path):
     content = library.read_bytes()
     assert b"GOMP_" not in content
     assert b"omp.so" not in content
-
-
-def test_building_again_finds_what_was_built(library: Path):
-    before = library.stat().st_mtime_ns
-    assert ensure_library() == library
-    assert library.stat().st_mtime_ns == before
-    assert len(build_id(library)) == 8
-
-
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BuildError, match="no-such-compiler"):
-        find_compiler()

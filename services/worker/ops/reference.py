@@ -96,7 +96,7 @@ class ReferenceOps:
             positions = inputs.positions[rows]
             future = torch.arange(length, device=queries.device)[None, :] > positions[:, None]
             weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
-            output[rows] = torch.einsum("qtl,lqd->tqd", weights, values.float()).to(queries.dtype)
+            output[rows] = _weighted(weights, values.float(), positions).to(queries.dtype)
         return output.view(queries.shape[0], -1)
 
     def gated_activation(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -113,3 +113,14 @@ def _sequence(blocks: torch.Tensor, length: int, heads: HeadShape) -> torch.Tens
     """Gathered blocks [N, K, block size, D] as one sequence for every query head: [length, Q, D]."""
     flat = blocks.transpose(1, 2).reshape(-1, heads.kv_heads, heads.head_dim)[:length]
     return flat.repeat_interleave(heads.query_heads // heads.kv_heads, dim=1)
+
+
+def _weighted(weights: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Sums [T, Q, D] of values [length, Q, D] by weights [Q, T, length].
+
+    Where a value is not finite, each token takes its own positions alone: zero times it is NaN, which no earlier token may see.
+    """
+    if torch.isfinite(values).all():
+        return torch.einsum("qtl,lqd->tqd", weights, values)
+    seen = [position + 1 for position in positions.tolist()]
+    return torch.stack([torch.einsum("ql,lqd->qd", weights[:, token, :end], values[:end]) for token, end in enumerate(seen)])

@@ -5,10 +5,11 @@
 // online softmax of Milakov and Gimelshein 2018, arranged as in FlashAttention, Dao et al. 2022).
 //
 // Keys of a block are stored with the tokens side by side ([D, 16]) and values with the dimensions side by side ([16, D]), so that both
-// products are the same loop: a broadcast number times a vector of 16 lanes, with no sum across lanes.
+// products are the same loop: a broadcast number times 16 others side by side, with no sum across lanes.
 //
-// A query's result depends on its own sequence alone: sums follow dimensions and positions one by one, maxima and rescaling go by blocks of 16
-// positions, and what a tile adds beyond a query's own position is an exact zero.
+// A query's result depends on its own sequence up to its own position alone: sums follow dimensions and positions one by one, maxima and
+// rescaling go by blocks of 16 positions, and no product reads a value beyond the query's position. A weight of zero would not do there: zero
+// times a value that is not finite is NaN, and an earlier token's block may be another request's prefix.
 
 #pragma once
 
@@ -20,24 +21,30 @@ using tokenloom::kBlock;
 using tokenloom::kMaxHeadDim;
 using tokenloom::kTileRows;
 
-#if defined(__AVX512F__)
-constexpr int kRegisterRows = 8;
-#else
-constexpr int kRegisterRows = 4;
-#endif
+// Registers that hold the 16 numbers of a product's row, and rows that are computed at once.
+constexpr int kParts = kBlock / kLanes;
+constexpr int kRegisterRows = kLanes == 16 ? 8 : kLanes == 8 ? 4 : 2;
 
 constexpr float kMasked = -3.0e38f;
 
 // c[i][0..15] (+)= sum over k of a[i][k] * b[k][0..15], for N rows at once, k in rising order.
 template <int N>
 TOKENLOOM_INLINE void product(float *c, int c_stride, const float *a, int a_stride, const float *b, int b_stride, int depth, bool add) {
-    Lanes sums[N];
-    for (int i = 0; i < N; ++i) sums[i] = add ? TOKENLOOM_CONST_LANES(c + i * c_stride) : 0.0f * kOne;
-    for (int k = 0; k < depth; ++k) {
-        const Lanes lanes = TOKENLOOM_CONST_LANES(b + k * b_stride);
-        for (int i = 0; i < N; ++i) sums[i] += a[i * a_stride + k] * lanes;
+    Lanes sums[N][kParts];
+    for (int i = 0; i < N; ++i) {
+        for (int j = 0; j < kParts; ++j) sums[i][j] = add ? TOKENLOOM_CONST_LANES(c + i * c_stride + j * kLanes) : kZero;
     }
-    for (int i = 0; i < N; ++i) TOKENLOOM_LANES(c + i * c_stride) = sums[i];
+    for (int k = 0; k < depth; ++k) {
+        Lanes factors[kParts];
+        for (int j = 0; j < kParts; ++j) factors[j] = TOKENLOOM_CONST_LANES(b + k * b_stride + j * kLanes);
+        for (int i = 0; i < N; ++i) {
+            const float factor = a[i * a_stride + k];
+            for (int j = 0; j < kParts; ++j) sums[i][j] += factor * factors[j];
+        }
+    }
+    for (int i = 0; i < N; ++i) {
+        for (int j = 0; j < kParts; ++j) TOKENLOOM_LANES(c + i * c_stride + j * kLanes) = sums[i][j];
+    }
 }
 
 inline void product_rows(int rows, float *c, int c_stride, const float *a, int a_stride, const float *b, int b_stride, int depth, bool add) {
@@ -60,22 +67,36 @@ struct Tile {
 
 // Turns a row's scores of one block into weights, the first `visible` of them not zero, and rescales what the row has so far.
 inline void soften(Tile &tile, int row, int visible, float scale, int head_dim) {
-    UnalignedLanes *weights = reinterpret_cast<UnalignedLanes *>(tile.weights + row * kBlock);
-    const IntLanes seen = kLane < visible;
-    Lanes scores = seen ? *weights * scale : kMasked * kOne;
-    float best = tile.maximum[row];
-    for (int lane = 0; lane < kBlock; ++lane) best = scores[lane] > best ? scores[lane] : best;
-    scores = seen ? scores - best : kMasked * kOne;
-    exp_in_place(&scores);
-    *weights = scores;
+    float *weights = tile.weights + row * kBlock;
+    const int seen = visible < 0 ? 0 : visible < kBlock ? visible : kBlock;
+    float best = tile.maximum[row], sum = 0.0f;
+    for (int at = 0; at < kBlock; at += kLanes) TOKENLOOM_LANES(weights + at) = TOKENLOOM_LANES(weights + at) * scale;
+    for (int at = 0; at < seen; ++at) best = weights[at] > best ? weights[at] : best;
+    for (int at = seen; at < kBlock; ++at) weights[at] = kMasked;
+    for (int at = 0; at < kBlock; at += kLanes) {
+        Lanes part = TOKENLOOM_LANES(weights + at) - best;
+        exp_in_place(&part);
+        TOKENLOOM_LANES(weights + at) = part;
+    }
+    for (int at = 0; at < seen; ++at) sum += weights[at];
     Lanes change = (tile.maximum[row] - best) * kOne;
     exp_in_place(&change);
-    tile.sum[row] = tile.sum[row] * change[0] + sum_of(&scores);
+    tile.sum[row] = tile.sum[row] * change[0] + sum;
     tile.maximum[row] = best;
     if (change[0] == 1.0f) return;
-    for (int d = 0; d < head_dim; d += kBlock) {
-        UnalignedLanes *out = reinterpret_cast<UnalignedLanes *>(tile.out + row * head_dim + d);
-        *out = *out * change[0];
+    float *out = tile.out + row * head_dim;
+    for (int d = 0; d < head_dim; d += kLanes) TOKENLOOM_LANES(out + d) = TOKENLOOM_LANES(out + d) * change[0];
+}
+
+// Adds one block's values to all rows, each of `tokens` tokens up to what it sees: the first token `visible` positions, each further one more.
+inline void add_values(Tile &tile, int tokens, int group, int visible, const float *values, int dim) {
+    const int common = visible < 0 ? 0 : visible < kBlock ? visible : kBlock;
+    for (int d = 0; d < dim; d += kBlock) product_rows(tile.rows, tile.out + d, dim, tile.weights, kBlock, values + d, dim, common, true);
+    for (int token = 1; common < kBlock && token < tokens; ++token) {
+        const int own = visible + token < kBlock ? visible + token : kBlock, row = token * group;
+        for (int d = 0; d < dim && own > common; d += kBlock)
+            product_rows(group, tile.out + row * dim + d, dim, tile.weights + row * kBlock + common, kBlock, values + common * dim + d, dim,
+                         own - common, true);
     }
 }
 
@@ -98,8 +119,7 @@ void run_tile(const tokenloom::Attention &args, Tile &tile, int row, int head, i
         const float *values = args.values + (block * args.kv_heads + head) * kBlock * dim;
         product_rows(tile.rows, tile.weights, kBlock, tile.queries, dim, keys, kBlock, dim, false);
         for (int r = 0; r < tile.rows; ++r) soften(tile, r, start + first + r / group + 1 - at, args.scale, dim);
-        const int filled = last - at < kBlock ? last - at : kBlock;
-        for (int d = 0; d < dim; d += kBlock) product_rows(tile.rows, tile.out + d, dim, tile.weights, kBlock, values + d, dim, filled, true);
+        add_values(tile, tokens, group, start + first + 1 - at, values, dim);
     }
     for (int r = 0; r < tile.rows; ++r) {
         const int64_t token = query_start + first + r / group;

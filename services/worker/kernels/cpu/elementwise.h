@@ -17,7 +17,7 @@ void gather(const tokenloom::Gather &args, Range rows) {
 }
 
 void add_norm(const tokenloom::AddNorm &args, Range rows) {
-    const int width = args.width, whole = width / 16 * 16;
+    const int width = args.width, whole = width / kLanes * kLanes;
     for (int row = rows.first; row < rows.last; ++row) {
         const float *total = args.x + (int64_t)row * width;
         if (args.residual) {
@@ -26,8 +26,8 @@ void add_norm(const tokenloom::AddNorm &args, Range rows) {
             for (int i = 0; i < width; ++i) out[i] = total[i] + residual[i];
             total = out;
         }
-        Lanes squares = 0.0f * kOne;
-        for (int i = 0; i < whole; i += 16) squares += TOKENLOOM_CONST_LANES(total + i) * TOKENLOOM_CONST_LANES(total + i);
+        Lanes squares = kZero;
+        for (int i = 0; i < whole; i += kLanes) squares += TOKENLOOM_CONST_LANES(total + i) * TOKENLOOM_CONST_LANES(total + i);
         float sum = sum_of(&squares);
         for (int i = whole; i < width; ++i) sum += total[i] * total[i];
         const float factor = 1.0f / std::sqrt(sum / width + args.epsilon);
@@ -65,7 +65,7 @@ void rope_cache(const tokenloom::RopeCache &args, Range tokens) {
 
 // silu(gate) * up, the sigmoid from e^-|gate| so that it never overflows.
 TOKENLOOM_INLINE void gated(const Lanes *gate, const Lanes *up, Lanes *out) {
-    const IntLanes negative = *gate < 0.0f * kOne;
+    const IntLanes negative = *gate < kZero;
     Lanes power = negative ? *gate : -*gate;
     exp_in_place(&power);
     const Lanes sigmoid = (negative ? power : kOne) / (1.0f + power);
@@ -73,18 +73,18 @@ TOKENLOOM_INLINE void gated(const Lanes *gate, const Lanes *up, Lanes *out) {
 }
 
 void activation(const tokenloom::Activation &args, Range rows) {
-    const int width = args.width, whole = width / 16 * 16;
+    const int width = args.width, whole = width / kLanes * kLanes;
     for (int row = rows.first; row < rows.last; ++row) {
         const float *gates = args.gate_up + (int64_t)row * 2 * width, *ups = gates + width;
         float *out = args.out + (int64_t)row * width;
-        for (int i = 0; i < whole; i += 16) {
+        for (int i = 0; i < whole; i += kLanes) {
             const Lanes gate = TOKENLOOM_CONST_LANES(gates + i), up = TOKENLOOM_CONST_LANES(ups + i);
             Lanes result;
             gated(&gate, &up, &result);
             TOKENLOOM_LANES(out + i) = result;
         }
         if (whole == width) continue;
-        Lanes gate = 0.0f * kOne, up = 0.0f * kOne, result;
+        Lanes gate = kZero, up = kZero, result;
         for (int i = whole; i < width; ++i) gate[i - whole] = gates[i], up[i - whole] = ups[i];
         gated(&gate, &up, &result);
         for (int i = whole; i < width; ++i) out[i] = result[i - whole];

@@ -46,6 +46,23 @@ def test_what_a_dead_maker_left_is_removed(tmp_path):
     assert not abandoned.exists()
 
 
+def test_an_entry_that_is_not_intact_is_made_again(tmp_path):
+    made = []
+
+    def make(staging):
+        made.append(staging)
+        (staging / "part").write_text("whole")
+
+    def intact(entry):
+        return (entry / "part").read_text() == "whole"
+
+    entry = ensure_entry(tmp_path / "entry", make, intact)
+    (entry / "part").write_text("who")
+    for _ in range(2):
+        assert (ensure_entry(tmp_path / "entry", make, intact) / "part").read_text() == "whole"
+    assert len(made) == 2
+
+
 def test_linking_falls_back_to_copying(tmp_path, monkeypatch):
     (tmp_path / "a").write_text("weights")
     link_or_copy(tmp_path / "a", tmp_path / "b")
