@@ -145,7 +145,7 @@ def test_a_process_ends_at_once_although_its_team_sleeps_or_works():
         idle(inputs)
 
         class Endless:
-            """Nothing but native calls, again and again: to drop a tensor in a thread while the interpreter ends makes torch abort."""
+            # Nothing but native calls, again and again: to drop a tensor in a thread while the interpreter ends makes torch abort.
 
             def tokenloom_program_run(self, *args: object) -> None:
                 while True:
