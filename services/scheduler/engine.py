@@ -1,7 +1,6 @@
-"""The shell's heart: one object, one thread, no awaiting. Messages come in as calls, the core decides, messages go out to queues.
+"""The shell's heart, the half towards workers: what they answer is applied, the next step planned and sent. Never awaits.
 
-On a result: apply, plan, send, and only then deltas, metrics and spans (PROTOCOL.md rule 26). With `clients` it holds what the core must
-not know: which session a request came from, its trace, clocks and timers.
+On a result: apply, plan, send, and only then deltas, metrics and spans (PROTOCOL.md rule 26). The half towards gateways is `intake`.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from collections.abc import Callable
 
 from libs.clock import Clock
 from libs.errors import ErrorCode, TokenloomError
-from libs.packing import count_ids
 from libs.telemetry.logs import get_logger
-from libs.telemetry.tracing import TraceParent, Tracer
+from libs.telemetry.tracing import Tracer
 from libs.text.table import TextTable
 from services.scheduler import convert
 from services.scheduler.clients import Clients
@@ -21,27 +19,26 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.convert import SubmitRules
 from services.scheduler.core.apply import apply, close, lose_group
 from services.scheduler.core.leases import can_dispatch, cut, messages_in_flight, wants_cut
-from services.scheduler.core.plan import BatchOutcome, Effects, StepPlan
+from services.scheduler.core.plan import BatchOutcome, StepOutcome, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy
-from services.scheduler.core.request import CancelReason, Ending, Request, RequestEvent, RequestKey, Residency, WaitReason
+from services.scheduler.core.request import RequestEvent, WaitReason
 from services.scheduler.core.state import Group, SchedulerState
-from services.scheduler.core.stopping import Stop, StopRules
-from services.scheduler.facts import check_fit, limits_of, welcome_of, window_of
+from services.scheduler.core.stopping import StopRules
+from services.scheduler.facts import check_fit, limits_of
+from services.scheduler.intake import Intake
 from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.pace import Pace
-from services.scheduler.sessions import GatewaySession
-from services.scheduler.spans import RequestTrace
+from services.scheduler.shard import Shard, enters_core
 from services.scheduler.workers import LostWorker, WorkerLink
-from tokenloom.scheduler.v1 import scheduler_pb2
 from tokenloom.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
 
 
 class Engine:
-    """See the module. Created inside a running loop. `superseded` is set once another leads.
+    """See the module. Created inside a running loop. `intake` is what sessions speak to.
 
     `on_attached` is called when a worker's ledger, whose blocks are most of this process's objects, has been made.
     """
@@ -59,22 +56,31 @@ class Engine:
         self._config, self._clock, self._metrics, self._on_attached = config, clock, metrics, on_attached
         self._leadership, self._table = leadership, table
         self._loop = asyncio.get_running_loop()
-        self.state: SchedulerState | None = None
-        self._facts: worker_pb2.WorkerFacts | None = None
-        self._rules: SubmitRules | None = None
-        self._paces: dict[str, Pace] = {}
         self._clients = Clients(config, clock, tracer, metrics)
+        self.shard = Shard(config, clock, metrics, leadership, self._clients, clock.monotonic_ns())
+        self._paces = self.shard.paces
+        self.intake = Intake(self.shard, self.kick)
         self._kicked = False
-        self._deadline_timer: asyncio.TimerHandle | None = None
-        self._without_worker_since = clock.monotonic_ns()
-        self._unfit_since: int | None = None
-        self._draining = False
-        self.superseded = asyncio.Event()
+
+    @property
+    def state(self) -> SchedulerState | None:
+        """The core's state; None until a worker has attached."""
+        return self.shard.state
 
     @property
     def idle(self) -> asyncio.Event:
         """Set while no request is live."""
         return self._clients.idle
+
+    @property
+    def superseded(self) -> asyncio.Event:
+        """Set once another scheduler leads: the process must end."""
+        return self.shard.superseded
+
+    @property
+    def broken(self) -> asyncio.Event:
+        """Set once the core has raised: it is not entered again, and the process must end without draining."""
+        return self.shard.broken
 
     def next_epoch(self) -> tuple[int, int]:
         """See LinkOwner."""
@@ -88,10 +94,11 @@ class Engine:
         elif not self.superseded.is_set():
             self._leadership.raise_token(highest)
 
+    @enters_core(TokenloomError)
     def worker_attached(self, link: WorkerLink, attached: worker_pb2.Attached) -> None:
         """See LinkOwner. Raises TokenloomError (FINGERPRINT_MISMATCH, PROTOCOL_VIOLATION) for a worker that does not fit."""
         facts = attached.facts
-        check_fit(link.name, facts, self._facts or facts, self._table.fingerprint, self._config, alone=not self._paces)
+        check_fit(link.name, facts, self.shard.facts or facts, self._table.fingerprint, self._config, alone=not self._paces)
         state = self._reshape(facts) if self.state is None or not self._paces else self.state
         state.groups[link.name] = group = Group.new(
             link.name,
@@ -105,26 +112,28 @@ class Engine:
         self._paces[link.name] = Pace(link)
         self._metrics.workers.set(len(self._paces))
         log.info("worker attached", worker=link.name, blocks=facts.num_blocks, slots=facts.num_slots, numerics=facts.fingerprints.numerics)
-        self._clients.tell_all(self._welcome())
+        self._clients.tell_all(self.shard.welcome)
         now = self._clock.monotonic_ns()
         if len(self._paces) == 1:  # who waited for a worker waits for the one before it now, until a plan finds another reason
             state.wait_all(WaitReason.BEHIND, now)
-        self._shelve_unfit(state, now)
+        self.shard.shelve_unfit(state, now)
         self._on_attached()
         self.kick()
 
     def _reshape(self, facts: worker_pb2.WorkerFacts) -> SchedulerState:
         """The only worker decides how long sequences and how large steps may be: the first one, or one that comes back different."""
-        if self._facts is not None and self._facts.max_model_len != facts.max_model_len:
-            log.warning("the context length changes with the only worker", was=self._facts.max_model_len, max_model_len=facts.max_model_len)
+        before = self.shard.facts
+        if before is not None and before.max_model_len != facts.max_model_len:
+            log.warning("the context length changes with the only worker", was=before.max_model_len, max_model_len=facts.max_model_len)
         policy, limits = Policy(self._config.scheduling_policy), limits_of(self._config, facts)
         stopping = StopRules(tuple(facts.eos_token_ids), facts.max_model_len, self._table)
-        self._facts, self._rules = facts, SubmitRules(stopping, facts.vocab_size, priorities=policy is Policy.PRIORITY)
-        if self.state is None:
-            self.state = SchedulerState(limits, policy)
-        self.state.limits = limits
-        return self.state
+        self.shard.facts, self.shard.rules = facts, SubmitRules(stopping, facts.vocab_size, priorities=policy is Policy.PRIORITY)
+        if self.shard.state is None:
+            self.shard.state = SchedulerState(limits, policy)
+        self.shard.state.limits = limits
+        return self.shard.state
 
+    @enters_core()
     def worker_lost(self, link: WorkerLink, *, crashed: bool) -> None:
         """See LinkOwner: its requests return to the queue."""
         pace, state = self._paces.pop(link.name, None), self.state
@@ -140,17 +149,12 @@ class Engine:
         log.warning("worker lost; its requests wait for another", worker=link.name, requests=len(group.running), crashed=crashed)
         effects = lose_group(state, group, now, crashed=crashed)
         if not self._paces:
-            self._without_worker_since = now
+            self.shard.without_worker_since = now
             state.wait_all(WaitReason.NO_WORKER, now)
         else:
-            self._shelve_unfit(state, now)
+            self.shard.shelve_unfit(state, now)
         self._clients.publish(effects)
         self.kick()
-
-    def _shelve_unfit(self, state: SchedulerState, now: int) -> None:
-        """Who fits none of the workers that are here waits for a larger one, as long as for any."""
-        unfit = state.shelve_unfit(now)
-        self._unfit_since = None if not unfit else now if self._unfit_since is None else self._unfit_since
 
     def step_patience_us(self, link: WorkerLink) -> float:
         """See LinkOwner: judged against the predicted time of the step, --step-timeout at most."""
@@ -160,6 +164,7 @@ class Engine:
         in_flight = state.groups[link.name].in_flight
         return pace.patience_us(in_flight[0] if in_flight else None, most_us)
 
+    @enters_core(LostWorker)
     def worker_answered(self, link: WorkerLink, result: worker_pb2.StepResult) -> None:
         """See LinkOwner."""
         pace, state = self._paces.get(link.name), self.state
@@ -167,7 +172,7 @@ class Engine:
             return
         now, group = self._clock.monotonic_ns(), state.groups[link.name]
         head = group.in_flight[0] if group.in_flight else None
-        outcome = convert.from_result(result)
+        outcome = self._read_result(result)
         effects = apply(state, group, outcome, now)
         self._metrics.apply_time.observe((self._clock.monotonic_ns() - now) / 1e9)
         if head is None or (outcome.epoch, outcome.number) != (head.epoch, head.number):
@@ -192,12 +197,21 @@ class Engine:
         self._clients.publish(effects)
         self._wake_idle(state, group)
 
+    @staticmethod
+    def _read_result(result: worker_pb2.StepResult) -> StepOutcome:
+        """See convert.from_result. An answer that breaks it is the worker's fault and costs its stream, not this process."""
+        try:
+            return convert.from_result(result)
+        except Exception as error:
+            raise LostWorker(f"the worker's answer to step {result.number} cannot be read: {type(error).__name__}: {error}") from error
+
     def _wake_idle(self, state: SchedulerState, answered: Group) -> None:
         """What one worker's answer has set free (children, suspects, who was sent back) may be work for another that has none."""
         others = (group for group in state.groups.values() if group is not answered and not group.in_flight)
         if any(state.queue or group.running for group in others):
             self.kick()
 
+    @enters_core()
     def worker_closed(self, link: WorkerLink, closed: worker_pb2.Closed) -> None:
         """See LinkOwner: who waited for the lease's end is planned for now."""
         pace, state = self._paces.get(link.name), self.state
@@ -231,12 +245,13 @@ class Engine:
             self._kicked = True
             self._loop.call_soon(self._dispatch_all)
 
+    @enters_core()
     def _dispatch_all(self) -> None:
         self._kicked = False
         if self.state is not None:
             for name, pace in self._paces.items():
                 self._dispatch(self.state.groups[name], pace)
-        self._arm_deadline()
+        self.intake.arm_deadline()
 
     def _dispatch(self, group: Group, pace: Pace) -> None:
         """Sends the next batch if its time has come: at once when the worker is idle, else shortly before the running one ends.
@@ -253,7 +268,7 @@ class Engine:
             now = self._clock.monotonic_ns()
             if group.in_flight and not self._is_due(group, pace, now):
                 return
-            idle, most, due = not group.in_flight, 1 if self._draining else self._config.max_lease_steps, state.next_deadline_ns
+            idle, most, due = not group.in_flight, 1 if self.shard.draining else self._config.max_lease_steps, state.next_deadline_ns
             if most > 1:
                 most = pace.lease_steps(len(group.running), most, due, now)
             step = plan(state, group, now, most)
@@ -265,6 +280,11 @@ class Engine:
             pace.link.send(convert.to_batch(step, lambda key: self._clients.wire_trace(state.requests.get(key))))
             self._metrics.plan_time.observe((self._clock.monotonic_ns() - now) / 1e9)
 
+    @enters_core()
+    def _dispatch_later(self, group: Group, pace: Pace) -> None:
+        """The moment that was foreseen has come."""
+        self._dispatch(group, pace)
+
     def _is_due(self, group: Group, pace: Pace, now: int) -> bool:
         """Whether a batch may be sent behind the running one now; if that moment is foreseeable, a timer waits for it."""
         margin_us = self._config.dispatch_margin_ms * 1000
@@ -274,129 +294,10 @@ class Engine:
         # The loop's timers have a resolution of a millisecond: less than half of one is now.
         if wait_us < 500:
             return True
-        pace.timer = self._loop.call_later(wait_us / 1e6, self._dispatch, group, pace)
+        pace.timer = self._loop.call_later(wait_us / 1e6, self._dispatch_later, group, pace)
         return False
 
-    def open_session(self, session: GatewaySession) -> None:
-        """See SessionOwner."""
-        for old in self._clients.of_gateway(session.gateway):
-            log.info("gateway opens a new session; the old one ends", gateway=session.name)
-            self.close_session(old)
-        self._clients.open(session, self._welcome())
-        log.info("gateway session opened", gateway=session.name)
-
-    def close_session(self, session: GatewaySession) -> None:
-        """See SessionOwner: cancels what it had."""
-        if not self._clients.close(session):
-            return
-        for key in sorted(session.keys):
-            self._cancel(key, CancelReason.SESSION_LOST)
-        log.info("gateway session closed", gateway=session.name)
-
-    def _welcome(self) -> scheduler_pb2.Welcome:
-        return welcome_of(self._facts, self._leadership.token, self._config)
-
-    def window(self, session: GatewaySession) -> scheduler_pb2.Window:
-        """See SessionOwner: a share of what may be live."""
-        length = self._facts.max_model_len if self._facts else 0
-        return window_of(self._clients.share(session), length, self._not_ready())
-
-    def _not_ready(self) -> str:
-        if self._draining:
-            return "the scheduler is shutting down"
-        if self._facts is None:
-            return "no worker has been attached yet"
-        if not self._paces and self._clock.monotonic_ns() - self._without_worker_since > self._config.worker_grace * 1e9:
-            return "no worker is attached"
-        return ""
-
-    def submit(self, session: GatewaySession, submit: scheduler_pb2.Submit) -> None:
-        """See SessionOwner."""
-        if session.closed.is_set():
-            return
-        try:
-            self._accept(session, submit)
-        except TokenloomError as error:
-            self._metrics.rejected.labels(error.code.spec.label).inc()
-            session.outbox.endings.append(convert.refusal(submit.id, submit.attempt, error))
-            session.nudge()
-
-    def _accept(self, session: GatewaySession, submit: scheduler_pb2.Submit) -> None:
-        reason, state, rules = self._not_ready(), self.state, self._rules
-        if reason or state is None or rules is None:
-            code = ErrorCode.DRAINING if self._draining else ErrorCode.NO_WORKER
-            raise TokenloomError(code, reason, retry_after_ms=1000)
-        now = self._clock.monotonic_ns()
-        key = RequestKey(session.gateway, submit.id)
-        live = state.requests.get(key)
-        if live is not None:
-            if submit.attempt <= live.attempt:
-                log.warning("submit of a live request ignored", request=str(key), attempt=submit.attempt)
-                return
-            self._cancel(key, CancelReason.SESSION_LOST)
-            session.outbox.deltas.pop(submit.id, None)  # of the older attempt; the new one begins where the gateway says
-        request, stop = self._read(session, submit, rules, state.next_arrival(), now)
-        state.accept(request)
-        parent = TraceParent.parse(submit.trace.traceparent, submit.trace.tracestate)
-        self._clients.accepted(request, session, RequestTrace(parent, submit.label) if parent else None)
-        log.debug("request accepted", request=str(key), x_request_id=submit.label, prompt_tokens=count_ids(submit.prompt_ids))
-        if stop is not None:
-            effects = Effects()
-            state.finish(request, Ending(stop.reason, stop=stop), now, effects)
-            self._clients.publish(effects)
-        elif not self._paces and request.wait_reason is WaitReason.NEW:
-            request.wait(WaitReason.NO_WORKER, now)
-        self.kick()
-
-    def _read(
-        self, session: GatewaySession, submit: scheduler_pb2.Submit, rules: SubmitRules, arrival: int, now: int
-    ) -> tuple[Request, Stop | None]:
-        """See convert.to_request. What breaks it costs this submit, not the session with everybody else's requests."""
-        try:
-            return convert.to_request(submit, session.gateway, rules, arrival, now)
-        except TokenloomError:
-            raise
-        except Exception as error:
-            log.exception("a submit cannot be read", gateway=session.name, id=submit.id)
-            raise TokenloomError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}") from error
-
-    def cancel(self, session: GatewaySession, cancel: scheduler_pb2.Cancel) -> None:
-        """See SessionOwner."""
-        if not session.closed.is_set():  # the request may live on in the gateway's next session
-            self._cancel(RequestKey(session.gateway, cancel.id), convert.cancel_reason(cancel.reason))
-
-    def _cancel(self, key: RequestKey, reason: CancelReason) -> None:
-        state = self.state
-        if state is None:
-            return
-        now, request = self._clock.monotonic_ns(), state.requests.get(key)
-        if request is not None and request.residency is not None:
-            self._watch_blocks(state.groups[request.residency.group], request.residency, now)
-        self._clients.publish(state.cancel(key, reason, now))
-        self.kick()
-
-    def _watch_blocks(self, group: Group, residency: Residency, now: int) -> None:
-        """Measures from now until the batches in flight that may touch a cancelled request's blocks are over."""
-        last = group.last_touch(residency)
-        if last:
-            self._paces[group.name].freeing.append((now, last))
-        else:
-            self._metrics.cancel_to_free.observe(0.0)
-
-    def _arm_deadline(self) -> None:
-        due = self.state.next_deadline_ns if self.state else None
-        if self._deadline_timer is not None:
-            self._deadline_timer.cancel()
-            self._deadline_timer = None
-        if due is not None:
-            delay = max(0.0, (due - self._clock.monotonic_ns()) / 1e9)
-            self._deadline_timer = self._loop.call_later(delay + 0.001, self._expire)
-
-    def _expire(self) -> None:
-        if self.state is not None:
-            self._clients.publish(self.state.expire(self._clock.monotonic_ns()))
-        self.kick()
-
+    @enters_core()
     def tick(self) -> None:
         """Called about twice a second: requests that waited too long for a worker fail; windows are split by recent demand, and every
         session hears its own, and that the loop turns."""
@@ -407,11 +308,11 @@ class Engine:
     def _end_patience(self, state: SchedulerState, now: int) -> None:
         """Fails those for whom no worker came back within the grace, or none that holds them."""
         grace = self._config.worker_grace * 1e9
-        if not self._paces and now - self._without_worker_since > grace:
+        if not self._paces and now - self.shard.without_worker_since > grace:
             error = TokenloomError(ErrorCode.NO_WORKER, "no worker came back in time", retry_after_ms=1000)
             self._clients.publish(state.fail_all(list(state.requests.values()), error, now))
-        elif self._paces and self._unfit_since is not None and now - self._unfit_since > grace:
-            self._unfit_since = None
+        elif self._paces and self.shard.unfit_since is not None and now - self.shard.unfit_since > grace:
+            self.shard.unfit_since = None
             self._clients.publish(state.fail_unfit(now))
 
     @property
@@ -422,14 +323,10 @@ class Engine:
     @property
     def draining(self) -> bool:
         """Whether new requests are refused because the process ends."""
-        return self._draining
+        return self.shard.draining
 
+    @enters_core()
     def drain(self) -> None:
         """Refuses new requests from now on."""
-        self._draining = True
+        self.shard.draining = True
         self._clients.tell_all()
-
-    def end_all(self) -> None:
-        """Cancels every live request because the process ends."""
-        for key in list(self.state.requests) if self.state else []:
-            self._cancel(key, CancelReason.SHUTDOWN)

@@ -61,6 +61,16 @@ async def fetch_table(addresses: list[str]) -> TextTable:
         await asyncio.sleep(0.2)
 
 
+async def _first(*events: asyncio.Event) -> None:
+    """Returns once one of the events is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
 class SchedulerProcess:
     """Everything that runs in the process, for `run` and for tests."""
 
@@ -93,7 +103,7 @@ class SchedulerProcess:
         self.engine = engine
         self.metrics.watch(asyncio.get_running_loop(), lambda: engine.state)
         serve_metrics(self.metrics.registry, config.metrics_host, config.metrics_port)
-        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(engine, config.shard), self.server.server)
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(engine.intake, config.shard), self.server.server)
         address = await listen(self.server, config.listen)
         log.info("scheduler listens", address=address, fencing_token=engine.fencing_token)
         for worker in config.worker_address:
@@ -137,26 +147,30 @@ class SchedulerProcess:
             stats.tick(self.engine.state)
             await asyncio.sleep(0.5)
 
-    async def superseded(self) -> None:
-        """Returns once another scheduler leads."""
+    async def deposed(self) -> None:
+        """Returns once this scheduler must end by itself: another one leads, or the core broke."""
         if self.engine is not None:
-            await self.engine.superseded.wait()
+            await _first(self.engine.superseded, self.engine.broken)
 
     async def stop(self) -> None:
-        """Drains: refuses submits, lets live requests go on for the drain timeout, cancels the rest, then ends every stream."""
+        """Drains: refuses submits, lets live requests go on for the drain timeout, cancels the rest, then ends every stream.
+
+        A scheduler whose core broke ends every stream at once: gateways take that for its loss.
+        """
         engine = self.engine
-        if engine is not None:
+        if engine is not None and not engine.broken.is_set():
             engine.drain()
             # A leader that was replaced has nobody to run what is live: its gateways take it to the new one.
             patience = 0 if engine.superseded.is_set() else self.config.drain_timeout
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience):
-                    await engine.idle.wait()
-            engine.end_all()
+                    await _first(engine.idle, engine.broken)
+            engine.intake.end_all()
+        broken = engine is not None and engine.broken.is_set()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.server.stop(0.5)  # within which the sessions' writers send the last endings
+        await self.server.stop(0.0 if broken else 0.5)  # within which the sessions' writers send the last endings
         await asyncio.gather(*(link.stop() for link in self.links.values()))
 
 
@@ -184,11 +198,11 @@ async def run(config: SchedulerConfig, instance: str, stop: asyncio.Event) -> in
             log.error("scheduler cannot start", reason=str(error), flag=getattr(error, "param", None))
             stopping.cancel()
             return 1
-        superseded = asyncio.create_task(process.superseded())
-        await asyncio.wait([stopping, superseded], return_when=asyncio.FIRST_COMPLETED)
+        deposed = asyncio.create_task(process.deposed())
+        await asyncio.wait([stopping, deposed], return_when=asyncio.FIRST_COMPLETED)
         code = 0 if stopping.done() else 1
         stopping.cancel()
-        superseded.cancel()
+        deposed.cancel()
     else:
         code = 0
         start.cancel()
@@ -196,4 +210,4 @@ async def run(config: SchedulerConfig, instance: str, stop: asyncio.Event) -> in
     log.info("scheduler stops")
     await process.stop()
     tracer.shutdown()
-    return code
+    return 1 if process.engine is not None and process.engine.broken.is_set() else code

@@ -127,9 +127,9 @@ class SchedulerMesh:
 
     def pass_grace(self) -> None:
         """Requests that no attached worker holds have waited as long as they may, without the test's waiting with them."""
-        since = self.engine._unfit_since
+        since = self.engine.shard.unfit_since
         assert since is not None, "nobody waits for a larger worker"
-        self.engine._unfit_since = since - round(self.config.worker_grace * 1e9)
+        self.engine.shard.unfit_since = since - round(self.config.worker_grace * 1e9)
 
     async def settled(self) -> None:
         """Until nothing is live and nothing in flight; then everything must add up and nothing may be held."""

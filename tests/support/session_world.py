@@ -111,7 +111,7 @@ class SessionWorld:
         session = GatewaySession(1000 + self.sessions, side.instance, f"gateway {side.instance}")
         side.wire = Wire(session)
         self.seen["reconnect, the old session open"] += any(not wire.session.closed.is_set() for wire in side.old)
-        self.engine.open_session(session)
+        self.engine.intake.open_session(session)
         assert all(wire.session.closed.is_set() for wire in side.old), "an old session of the same gateway lives on"
         self.seen["connect"] += 1
         self.check()
@@ -133,7 +133,7 @@ class SessionWorld:
         for wire in self._wires(gateway):
             session = wire.session
             if not session.closed.is_set() and not session.outbox.is_empty:
-                wire.down.append(session.outbox.take(session.id, self.engine.window(session)).SerializeToString())
+                wire.down.append(session.outbox.take(session.id, self.engine.intake.window(session)).SerializeToString())
                 self.seen["frame written"] += 1
         self.check()
 
@@ -144,9 +144,9 @@ class SessionWorld:
             frame = scheduler_pb2.GatewayFrame.FromString(wire.up.popleft())
             self.seen["late frame up"] += wire.session.closed.is_set()
             for submit in frame.submits:
-                self.engine.submit(wire.session, submit)
+                self.engine.intake.submit(wire.session, submit)
             for cancel in frame.cancels:
-                self.engine.cancel(wire.session, cancel)
+                self.engine.intake.cancel(wire.session, cancel)
             self.check()
 
     def deliver_down(self, gateway: int, number: int, *, twice: bool = False) -> None:
@@ -188,7 +188,7 @@ class SessionWorld:
         """The scheduler takes one of a gateway's connections for broken; the gateway has not noticed."""
         wire = self._wire(gateway, number)
         if wire is not None and not wire.session.closed.is_set():
-            self.engine.close_session(wire.session)
+            self.engine.intake.close_session(wire.session)
             wire.holed = True
             self.seen["scheduler lost a session"] += 1
             self.check()
