@@ -25,6 +25,8 @@ from tokenloom.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 STALL_SECONDS = 10.0
 # Submits and cancels handled before the loop may turn to a worker's result.
 _FRAMES_PER_TURN = 16
+# What reading or writing a stream raises when it is over.
+_HUNG_UP = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 log = get_logger(__name__)
 
@@ -110,6 +112,14 @@ class SessionOwner(Protocol):
         """The session's admission window as of now."""
 
 
+def _log_end(session: GatewaySession, ended: object) -> None:
+    """Says what broke a session's reader or writer; that the peer hung up is nobody's fault."""
+    if isinstance(ended, _HUNG_UP):
+        log.debug("gateway's stream ended under its session", gateway=session.name, reason=repr(ended))
+    elif isinstance(ended, Exception):  # a cancellation is none
+        log.error("a session broke", gateway=session.name, exc_info=ended)
+
+
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """The gRPC face of the sessions; decides nothing."""
 
@@ -139,7 +149,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._owner.close_session(session)
             for task in (*tasks, closed):
                 task.cancel()
-            await asyncio.gather(*tasks, closed, return_exceptions=True)
+            for ended in await asyncio.gather(*tasks, closed, return_exceptions=True):
+                _log_end(session, ended)
 
     def _greet(self, first: scheduler_pb2.GatewayFrame) -> GatewaySession:
         hello = first.hello
