@@ -84,7 +84,7 @@ def to_request(submit: scheduler_pb2.Submit, gateway: int, rules: SubmitRules, a
     if highest >= rules.vocab_size:
         message = f"token id {highest} is not in the vocabulary, which has {rules.vocab_size} ids"
         raise TokenloomError(ErrorCode.INVALID_REQUEST, message, param="prompt")
-    stops = StopTracker(rules.stopping, sampling, len(prompt))
+    stops = StopTracker(rules.stopping, sampling, len(prompt), resumed=submit.attempt > 0)
     stop, replayed = None, list[int]()
     for token in outputs:
         replayed.append(token)

@@ -31,6 +31,7 @@ def bug(*_: object, **__: object) -> Any:
 async def mesh(tmp_path: Path) -> AsyncIterator[SchedulerMesh]:
     """Left without the check that everything has ended: what breaks leaves its requests to the next scheduler."""
     mesh = SchedulerMesh(tmp_path, drain_timeout=600.0)
+    mesh.may_break = True
     async with mesh:
         yield mesh
         await mesh.stop()
@@ -148,6 +149,7 @@ async def test_a_core_that_breaks_while_the_process_drains_does_not_hold_it(mesh
 async def test_the_next_scheduler_continues_what_the_broken_one_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     prompt, sampling = [1] * 20, params(seed=5, max_tokens=12)
     first = SchedulerMesh(tmp_path)
+    first.may_break = True
     async with first:
         session = await running(first)
         monkeypatch.setattr(engine, "apply", bug)
@@ -176,6 +178,7 @@ async def test_the_process_ends_with_an_error_for_its_supervisor(tmp_path: Path,
 
     monkeypatch.setattr(server, "SchedulerProcess", Process)
     async with SchedulerMesh(tmp_path) as mesh:
+        mesh.may_break = True
         await mesh.worker()
         config = mesh.config.model_copy(update={"listen": f"unix:{tmp_path}/second.sock", "drain_timeout": 600.0})
         code = await asyncio.wait_for(run(config, "test", asyncio.Event()), 30)

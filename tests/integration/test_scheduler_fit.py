@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from libs.errors import ErrorCode
+from libs.packing import pack_ids
 from services.scheduler.core.request import WaitReason
 from tests.support.core import RULES
 from tests.support.gateway_session import SessionClient
@@ -111,6 +112,48 @@ async def test_when_only_a_smaller_worker_comes_back_what_no_longer_fits_is_told
         ending = await ending_of(session, number)
         assert ErrorCode.from_number(ending.error.code) is ErrorCode.CANNOT_FIT
         assert ending.error.message.endswith("tokens of KV cache; a worker holds 64")
+
+
+async def resumed_where_it_does_not_fit(mesh: SchedulerMesh) -> SessionClient:
+    """Another scheduler's request, which had begun with three tokens, comes to a mesh whose only worker is too small for the rest."""
+    await mesh.worker(max_model_len=64, blocks=4)
+    session = await (await mesh.session()).ready()
+    begun = expected_output(RULES, [2] * 20, LONG)[:3]
+    await session.submit(2, [2] * 20, LONG, attempt=1, output_ids=pack_ids(begun))
+    await session.submit(4, [4] * 20, SHORT)
+    assert (await session.ended(4)).tokens == expected_output(RULES, [4] * 20, SHORT), "it was in somebody's way"
+    (request,) = mesh.state.queue
+    assert (request.wait_reason, request.stops.max_output) == (WaitReason.GROUP_TOO_SMALL, LONG.max_tokens)
+    return session
+
+
+@pytest.mark.composes("worker loss", "seed")
+async def test_a_resumed_request_is_not_cut_short_by_a_smaller_context_but_waits_for_a_larger_worker(tmp_path: Path):
+    async with SchedulerMesh(tmp_path, static_workers=2) as mesh:
+        session = await resumed_where_it_does_not_fit(mesh)
+        await mesh.worker(1)
+        got = await session.ended(2)
+        assert got.tokens == expected_output(RULES, [2] * 20, LONG)
+        assert got.ending is not None
+        assert got.ending.completion_tokens == LONG.max_tokens
+
+
+async def test_a_resumed_request_that_no_worker_holds_within_the_grace_fails_by_name(mesh: SchedulerMesh):
+    session = await resumed_where_it_does_not_fit(mesh)
+    mesh.pass_grace()
+    ending = await ending_of(session, 2)
+    assert ErrorCode.from_number(ending.error.code) is ErrorCode.CANNOT_FIT
+    assert ending.error.message.endswith("need 80 tokens of KV cache; a worker holds 64")
+
+
+async def test_a_resumed_request_whose_prompt_alone_no_longer_fits_waits_too(mesh: SchedulerMesh):
+    await mesh.worker(max_model_len=64, blocks=4)
+    session = await (await mesh.session()).ready()
+    await session.submit(3, [3] * 70, SHORT, attempt=2)
+    await mesh.until(lambda: mesh.state.requests)
+    assert [request.wait_reason for request in mesh.state.queue] == [WaitReason.GROUP_TOO_SMALL]
+    mesh.pass_grace()
+    assert ErrorCode.from_number((await ending_of(session, 3)).error.code) is ErrorCode.CANNOT_FIT
 
 
 async def test_the_worker_that_came_back_smaller_decides_what_is_accepted(mesh: SchedulerMesh):

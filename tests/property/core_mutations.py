@@ -128,8 +128,8 @@ CORE_MUTATIONS = [
         "the last holder alone decides for how long a block drains",
         "7: for every batch in flight that may touch it",
         "ledger",
-        "block.until = max(block.until, after_batch)",
-        "block.until = after_batch",
+        "            if block.until < after_batch:\n                block.until = after_batch\n",
+        "            block.until = after_batch\n",
     ),
     Mutation(
         "somebody is preempted though draining blocks will do",

@@ -6,6 +6,7 @@ Two drivers of the same world (tests/support/session_world.py): hypothesis, whic
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -156,3 +157,40 @@ EVENTS = {
 @pytest.mark.parametrize("event", EVENTS)
 def test_the_drive_meets_every_kind_of_event(seen: Counter[str], event: str):
     assert seen[event] >= EVENTS[event]
+
+
+def serve(world: SessionWorld, until: Callable[[], bool], show: Callable[[], bool] = lambda: True) -> None:
+    """Everything moves on until something holds; the first gateway is given frames while `show()`."""
+    while not until():
+        world.write_up(0)
+        world.deliver_up(0, 1)
+        world.work()
+        world.answer()
+        world.pass_time(0.01)
+        world.write_down(0)
+        while (wire := world.gateways[0].wire) is not None and wire.down and show():
+            world.deliver_down(0, 1)
+
+
+@pytest.mark.parametrize("shown", [0, 5, 19])
+def test_a_request_whose_ending_is_lost_with_its_session_is_counted_once_and_told_the_same(shown: int):
+    """`shown`: tokens of twenty that the gateway has when its session breaks; the rest and the ending are on the way."""
+    world = SessionWorld(gateways=1)
+    state, side, params = world.engine.state, world.gateways[0], SamplingParams(max_tokens=20, ignore_eos=True)
+    assert state is not None
+    try:
+        world.connect(0)
+        world.submit(0, [1] * 40, params, deadline=None)
+        serve(world, until=lambda: side.sequences[0].endings == 1)
+        world.submit(0, [1] * 40, params, deadline=None)  # it finds the first one's blocks
+        second = side.sequences[1]
+        serve(world, until=lambda: state.counters.finished == 2, show=lambda: len(second.ticket.output) < shown)
+        assert second.endings == 0
+        world.gateway_notices(0)
+        world.drain()
+        assert world.seen["resubmit"] == 1
+        assert second.ticket.ending is not None
+        assert second.ticket.ending.cached_tokens == 32
+        assert (state.counters.prefix_queries, state.counters.prefix_hits) == (80, 32)
+    finally:
+        world.close()

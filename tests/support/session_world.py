@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from libs.clock import ManualClock
 from libs.errors import ErrorCode
+from libs.packing import count_ids
 from libs.sampling import SamplingParams
 from libs.telemetry.tracing import Tracer
 from services.gateway.tickets import CancelReason, FinishReason, SessionBroken, TicketState
@@ -277,6 +278,7 @@ class SessionWorld:
     def check(self) -> None:
         """Everything, after any event."""
         self.loop.spin()
+        assert not self.engine.broken.is_set(), "the core raised; what, says the log"
         state = self.engine.state
         assert state is not None
         state.check()
@@ -342,6 +344,14 @@ class SessionWorld:
         for group in self.engine.state.groups.values():
             assert group.ledger.in_use == 0
         assert self.engine.idle.is_set()
+        self._check_prefix_counters()
+
+    def _check_prefix_counters(self) -> None:
+        """No prompt of an HTTP request is counted twice, as long as the counts of all that has ended are remembered."""
+        submits = [sequence.ticket.submit for side in self.gateways for sequence in side.sequences]
+        if len(submits) <= 4 * MAX_QUEUE and self.engine.state is not None:
+            most = sum(count_ids(submit.prompt_ids) for submit in submits if not submit.parent_id)
+            assert self.engine.state.counters.prefix_queries <= most, "a prompt was counted twice"
 
     def _turn(self) -> None:
         self.attach()

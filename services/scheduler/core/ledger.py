@@ -154,37 +154,46 @@ class BlockLedger:
 
         `after_batch`: the newest batch in flight that may touch them; 0: none.
         """
+        table, draining, resolved = self._blocks, self._draining, self._resolved
+        over: list[int] = []
         for index in reversed(blocks):
-            block = self._blocks[index]
+            block = table[index]
             if block.refs < 1:
                 raise LedgerError(f"block {index} is released and nobody holds it")
             block.refs -= 1
             # Of several holders the last to leave need not be the one whose batch is in flight.
-            block.until = max(block.until, after_batch)
+            if block.until < after_batch:
+                block.until = after_batch
             if block.refs:
                 continue
-            if block.until > self._resolved:
-                self._draining[index] = None
+            if block.until > resolved:
+                draining[index] = None
             else:
-                self._settle(index)
+                over.append(index)
+        self._settle(over)
 
     def resolve(self, batch: int) -> None:
         """Batch `batch` and all before it are over: what drained for them becomes available."""
         self._resolved = batch
-        for index in [index for index in self._draining if self._blocks[index].until <= batch]:
-            del self._draining[index]
-            self._settle(index)
+        table, draining = self._blocks, self._draining
+        over = [index for index in draining if table[index].until <= batch]
+        for index in over:
+            del draining[index]
+        self._settle(over)
 
-    def _settle(self, index: int) -> None:
-        block = self._blocks[index]
-        block.until = 0
-        if block.name is not None and block.pending:
-            del self._pending[block.name]
-            block.name, block.pending = None, 0
-        if block.name is None:
-            self._free.append(index)
-        else:
-            self._cached[index] = None
+    def _settle(self, over: Sequence[int]) -> None:
+        """Nobody holds these blocks and no batch touches them: they are free, or cached if they have a name."""
+        table, free, cached = self._blocks, self._free, self._cached
+        for index in over:
+            block = table[index]
+            block.until = 0
+            if block.name is not None and block.pending:
+                del self._pending[block.name]
+                block.name, block.pending = None, 0
+            if block.name is None:
+                free.append(index)
+            else:
+                cached[index] = None
 
     def _unname(self, index: int) -> None:
         name = self._blocks[index].name

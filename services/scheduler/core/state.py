@@ -20,18 +20,13 @@ from services.scheduler.core.naming import private_names
 from services.scheduler.core.plan import Effects, StepPlan
 from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.queue import Policy, WaitingQueue
-from services.scheduler.core.request import (
-    CancelReason,
-    Ending,
-    Request,
-    RequestEvent,
-    RequestKey,
-    RequestState,
-    Residency,
-    WaitReason,
-)
+from services.scheduler.core.request import CancelReason, Ending, Request, RequestEvent, RequestKey, RequestState, Residency, WaitReason
 from services.scheduler.core.siblings import Siblings
 from services.scheduler.core.stopping import FinishReason
+
+# Ended requests, per request that may be live, whose place in the prefix cache's counters is remembered. A gateway that lost its session
+# comes back within seconds, so this many outlast it unless all that is live ends several times a second.
+_COUNTS_PER_LIVE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +130,7 @@ class SchedulerState:
         self._arrivals = 0
         self.live_tokens = 0
         self._newcomers: dict[Request, None] = {}
-        # Cached tokens of requests that were counted and whose session was lost: their next attempt looks nothing up for the counters.
+        # Cached tokens of requests that were counted and have ended: where a gateway did not learn of it, its next attempt is not counted.
         self._counted: OrderedDict[RequestKey, int] = OrderedDict()
 
     @property
@@ -172,14 +167,17 @@ class SchedulerState:
         return self.quarantine.isolates(group.name, able)
 
     def accept(self, request: Request) -> None:
-        """Takes a request into the queue. Raises TokenloomError (CANNOT_FIT, PROMPT_TOO_LONG, QUEUE_FULL) and takes nothing otherwise."""
+        """Takes a request into the queue. Raises TokenloomError (CANNOT_FIT, PROMPT_TOO_LONG, QUEUE_FULL) and takes nothing otherwise.
+
+        One that a client already reads goes on: it finds room, and where no group holds it, it waits for one that does (shelve_unfit).
+        """
         if request.stops.max_output < 1:
             limit, prompt = self.limits.max_model_len, len(request.prompt_ids)
             message = f"the prompt has {prompt} tokens; with one output token the limit is {limit}"
             raise TokenloomError(ErrorCode.PROMPT_TOO_LONG, message, param="prompt")
-        if request.most_tokens > self.limits.max_model_len or not self.fits(request):
-            raise self._cannot_fit(request)
-        if not request.attempt:  # one that a client already reads goes on
+        if not request.attempt:
+            if request.most_tokens > self.limits.max_model_len or not self.fits(request):
+                raise self._cannot_fit(request)
             self._check_room(request)
         self.requests[request.key] = request
         self.live_tokens += request.most_tokens
@@ -201,8 +199,12 @@ class SchedulerState:
         """A child whose parent is still at the prompt waits for it, everybody else in the queue's order."""
         parent = self.requests.get(request.parent) if request.parent else None
         if parent is None or parent is request or parent.prompt_is_computed:
-            self._newcomers[request] = None
-            self.queue.push(request)
+            if self.fits(request):
+                self._newcomers[request] = None
+                self.queue.push(request)
+            else:
+                self.queue.park(request)
+                request.wait(WaitReason.GROUP_TOO_SMALL, request.timeline.received_ns)
             return
         self.queue.park(request)
         self.siblings.hold(request, parent)
@@ -298,7 +300,7 @@ class SchedulerState:
         self.quarantine.discard(request)
         self.siblings.discard(request)
         self.release_children(request)
-        if request.counted and ending.cancel is CancelReason.SESSION_LOST:
+        if request.counted:
             self._remember_count(request)
         match ending.reason:
             case FinishReason.CANCELLED | FinishReason.DEADLINE:
@@ -310,9 +312,9 @@ class SchedulerState:
         effects.ended.append(request)
 
     def _remember_count(self, request: Request) -> None:
-        """What it was counted with is kept for its next attempt, for as many requests as may be live."""
+        """What it was counted with is kept for its next attempt, should there be one: its ending may be lost with its session."""
         self._counted[request.key] = request.cached_tokens
-        if len(self._counted) > self.limits.max_requests:
+        if len(self._counted) > _COUNTS_PER_LIVE * self.limits.max_requests:
             self._counted.popitem(last=False)
 
     def _vacate(self, request: Request) -> None:

@@ -47,15 +47,18 @@ class StopRules:
 
 
 class StopTracker:
-    """The stopping state of one request: a pure function of its parameters and outputs, rebuilt by replay on resumption."""
+    """The stopping state of one request: a pure function of its parameters and outputs, rebuilt by replay on resumption.
+
+    `resumed`: a mesh that could hold all of `max_tokens` has accepted it; a smaller context does not cut it short.
+    """
 
     __slots__ = ("_eos", "_matcher", "_params", "_rules", "_stop_ids", "max_output")
 
-    def __init__(self, rules: StopRules, params: SamplingParams, prompt_tokens: int) -> None:
+    def __init__(self, rules: StopRules, params: SamplingParams, prompt_tokens: int, *, resumed: bool = False) -> None:
         self._rules = rules
         self._params = params
         # Most output tokens the request may have: its max_tokens, or what the context leaves.
-        self.max_output = min(params.max_tokens, rules.max_model_len - prompt_tokens)
+        self.max_output = params.max_tokens if resumed else min(params.max_tokens, rules.max_model_len - prompt_tokens)
         eos = () if params.ignore_eos else rules.eos_token_ids
         self._eos = eos[0] if eos else None
         self._stop_ids = frozenset((*eos[1:], *params.stop_token_ids))

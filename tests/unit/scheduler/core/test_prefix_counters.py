@@ -112,12 +112,26 @@ class TestAttempts:
         assert resumed.cached_tokens == 32
         assert counts(state) == (80, 32)
 
-    def test_no_more_lost_attempts_are_remembered_than_requests_may_live(self):
+    def test_the_counts_of_four_times_as_many_are_remembered_as_may_live_and_the_oldest_go_first(self):
         state = make_state(max_tokens_per_step=64, max_requests=2)
         group = add_group(state)
-        lost = []
-        for _ in range(3):
-            lost.append(submit(state, PROMPT))
-            step(state, group)
-            state.cancel(lost[-1].key, CancelReason.SESSION_LOST, 1)
-        assert len(state._counted) == 2
+        ended = [served(state, group, PROMPT) for _ in range(9)]
+        assert list(state._counted) == [request.key for request in ended[1:]]
+
+    def test_an_attempt_after_a_finished_one_whose_ending_was_lost_is_not_counted_again(self):
+        state = make_state(max_tokens_per_step=64)
+        group = add_group(state)
+        served(state, group, PROMPT)
+        first = served(state, group, PROMPT)
+        for attempt in (1, 2):  # the second one's ending is lost too
+            again = submit(state, PROMPT, number=first.key.id, attempt=attempt, outputs=first.output_ids[:1])
+            while state.requests:
+                step(state, group)
+            assert (again.cached_tokens, counts(state)) == (32, (80, 32))
+
+    def test_a_first_attempt_is_counted_whatever_bore_its_name_before(self):
+        state = make_state(max_tokens_per_step=64)
+        group = add_group(state)
+        first = served(state, group, PROMPT)
+        served(state, group, PROMPT, number=first.key.id)
+        assert counts(state) == (80, 32)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libs.sampling import SamplingParams
 from libs.text.table import TextRule, TextTable, TokenClass
@@ -116,3 +118,15 @@ def test_a_tracker_replayed_over_the_same_tokens_goes_on_alike():
     outputs.append(B)
     want = Stop(FinishReason.STOP, stop_string="aab", keep_bytes=3)
     assert first.push(B, outputs) == replayed.push(B, outputs) == want
+
+
+@given(max_tokens=st.integers(1, 50), prompt=st.integers(1, 40), context=st.integers(1, 60))
+def test_a_context_cuts_short_who_is_new_and_never_who_is_resumed(max_tokens: int, prompt: int, context: int):
+    rules, params = StopRules((EOS,), context, TABLE), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    assert StopTracker(rules, params, prompt).max_output == min(max_tokens, context - prompt)
+    resumed, outputs = StopTracker(rules, params, prompt, resumed=True), list[int]()
+    stop = None
+    while stop is None:
+        outputs.append(1)
+        stop = resumed.push(1, outputs)
+    assert (stop.reason, len(outputs)) == (FinishReason.LENGTH, max_tokens)
