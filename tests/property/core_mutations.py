@@ -302,7 +302,7 @@ CORE_MUTATIONS = [
         "every attempt counts as a look-up",
         "17, issue 3: counters count each prompt once, attempts are linked",
         "state",
-        "        if request.counted and ending.cancel is CancelReason.SESSION_LOST:\n",
+        "        if request.counted:\n",
         "        if False:\n",
     ),
     Mutation(
@@ -365,8 +365,8 @@ CORE_MUTATIONS = [
         "who resumes finds no room",
         "20: resumed requests bypass",
         "state",
-        "        if not request.attempt:  # one that a client already reads goes on\n            self._check_room(request)\n",
-        "        self._check_room(request)\n",
+        "            self._check_room(request)\n        self.requests[",
+        "        self._check_room(request)\n        self.requests[",
     ),
     Mutation(
         "live tokens are not bounded",

@@ -124,4 +124,11 @@ SESSION_MUTATIONS = [
         "            self._admission = None\n",
         "            pass\n",
     ),
+    _Scheduler(
+        "a prompt whose ending was lost is counted twice",
+        "17, issue 3: counters count each prompt once, attempts are linked",
+        "core/state",
+        "        if request.counted:\n",
+        "        if request.counted and ending.cancel is CancelReason.SESSION_LOST:\n",
+    ),
 ]
