@@ -10,7 +10,7 @@ from libs.blocks import BLOCK_SIZE, blocks_for
 from services.scheduler.core.ledger import BlockLedger
 from services.scheduler.core.plan import PlannedOpen, StepPlan
 from services.scheduler.core.queue import Policy
-from services.scheduler.core.request import CancelReason, Request, RequestState, Residency, WaitReason
+from services.scheduler.core.request import Request, RequestState, Residency, WaitReason
 from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import FinishReason
 from tests.support.core_clients import Client
@@ -130,16 +130,15 @@ class Tally:
     _counted: set[Request | None] = field(default_factory=set)
 
     def accept(self, request: Request, before: Client | None, *, may_forget: bool) -> None:
-        """A request is accepted; `before`: its earlier attempt. What that one was counted with stays, if its session was lost."""
+        """A request is accepted; `before`: its earlier attempt. What that one was counted with stays, however it ended."""
         self.admitted += 1
         earlier = before.request if before is not None else None
-        lost = earlier is not None and earlier.ending is not None and earlier.ending.cancel is CancelReason.SESSION_LOST
-        if earlier is not None and lost and earlier in self._counted:
+        if earlier is not None and earlier in self._counted:
             assert request.counted or may_forget, "a prompt will be counted once more"
         if request.counted:
-            assert lost
+            assert earlier is not None
             assert earlier in self._counted
-            assert earlier is None or earlier.cached_tokens == request.cached_tokens
+            assert earlier.cached_tokens == request.cached_tokens
             self._counted.add(request)
 
     def open(self, entry: PlannedOpen, *, caching: bool) -> None:

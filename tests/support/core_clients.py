@@ -90,19 +90,24 @@ class Client:
         return finished and (len(self.want) + unread) % 4 == 0
 
 
+def cannot_fit(state: SchedulerState, request: Request) -> bool:
+    """Whether groups are there and none of them holds the request alone."""
+    largest = max((group.ledger.num_blocks for group in state.groups.values()), default=None)
+    return largest is not None and blocks_for(len(request.prompt_ids) + request.stops.max_output - 1) > largest
+
+
 def why_refused(state: SchedulerState, request: Request) -> ErrorCode | None:
-    """What `accept` must refuse the request with; None: it must take it."""
+    """What `accept` must refuse the request with; None: it must take it, as it must whoever is resumed."""
+    if request.attempt:
+        return None
     if len(request.prompt_ids) >= state.limits.max_model_len:
         return ErrorCode.PROMPT_TOO_LONG
-    largest = max((group.ledger.num_blocks for group in state.groups.values()), default=None)
-    if largest is not None and blocks_for(len(request.prompt_ids) + request.stops.max_output - 1) > largest:
+    if cannot_fit(state, request):
         return ErrorCode.CANNOT_FIT
     bound = state.limits.max_live_tokens
     tokens = sum(live.most_tokens for live in [*state.requests.values(), request])
     full = len(state.requests) >= state.limits.max_requests or (bound and state.requests and tokens > bound)
-    if full and not request.attempt:
-        return ErrorCode.QUEUE_FULL
-    return None
+    return ErrorCode.QUEUE_FULL if full else None
 
 
 def refusal_of(state: SchedulerState, request: Request) -> ErrorCode | None:
@@ -139,7 +144,7 @@ def _check_failure(client: Client, state: SchedulerState, code: ErrorCode) -> st
         case ErrorCode.POISON_REQUEST:
             assert client.crashes >= CRASHES_ALONE, "convicted of too few crashes"
         case ErrorCode.CANNOT_FIT:
-            assert why_refused(state, client.request) is ErrorCode.CANNOT_FIT
+            assert cannot_fit(state, client.request)
         case _:
             assert code in client.may_fail, f"failed without a reason: {code.name}"
     return code.name

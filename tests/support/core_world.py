@@ -52,7 +52,6 @@ class World:
         self.rigs: dict[str, Rig] = {}
         self.clients: dict[RequestKey, Client] = {}
         # More requests were lost at once than the core remembers counts for.
-        self._overflowed = False
         self.stale: deque[tuple[str, StepOutcome]] = deque(maxlen=100)
         self.stale_closed: deque[tuple[str, Cut]] = deque(maxlen=100)
         self.seen: Counter[str] = Counter()
@@ -87,7 +86,8 @@ class World:
             submit.deadline_remaining_us = deadline
         for index in range(choices):
             self._submits += 1
-            choice = replace(params, seed=params.seed + index, choice_index=index)
+            room = max(1, MAX_MODEL_LEN - len(prompt))  # beyond which no gateway asks
+            choice = replace(params, max_tokens=min(params.max_tokens, room), seed=params.seed + index, choice_index=index)
             submit.parent_id = self._submits - index if index else 0
             submit.id = self._submits
             submit.sampling.CopyFrom(choice.to_proto())
@@ -112,8 +112,9 @@ class World:
             client.lost, client.over = False, True
             self.check()
             return
-        self._overflowed |= sum(client.lost for client in self.clients.values()) > self.shape.most_live
-        self.tally.accept(request, self.clients.get(request.key), may_forget=self._overflowed)
+        # More have ended than it remembers the counts of.
+        may_forget = sum(self.tally.ends.values()) > 4 * self.shape.most_live
+        self.tally.accept(request, self.clients.get(request.key), may_forget=may_forget)
         client.begin(request)
         client.look_at_parent(self.state.requests.get(request.parent) if request.parent else None)
         self.clients[request.key] = client
@@ -125,6 +126,7 @@ class World:
         elif not self.rigs and request.wait_reason is WaitReason.NEW:
             request.wait(WaitReason.NO_WORKER, self.now)
         self.seen["submit" if request.parent is None else "submit of a child"] += 1
+        self._end_patience()
         self.check()
 
     def resubmit(self, number: int) -> None:
@@ -296,6 +298,8 @@ class World:
         self._take(lose_group(self.state, rig.group, self.now, crashed=crashed))
         if not self.rigs:
             self.state.wait_all(WaitReason.NO_WORKER, self.now)
+        else:
+            self.state.shelve_unfit(self.now)
         self.seen["lost, crashed" if crashed else "lost in peace"] += 1
         self.check()
 
@@ -310,9 +314,14 @@ class World:
         self.state.groups[name] = group
         self.rigs[name] = Rig(group, ModelWorker(blocks, self.shape.slots, epoch=self.epoch))
         self.seen["attach"] += 1
-        if len(self.rigs) == len(self.names):  # nobody else will come who could hold what these cannot
-            self._take(self.state.fail_unfit(self.now))
+        self.seen["shelved"] += self.state.shelve_unfit(self.now)
+        self._end_patience()
         self.check()
+
+    def _end_patience(self) -> None:
+        """With all groups there, nobody else will come who could hold what these cannot."""
+        if len(self.rigs) == len(self.names):
+            self._take(self.state.fail_unfit(self.now))
 
     def lose_session(self, gateway: int, unread: int) -> None:
         """A gateway's session breaks: its live requests end, and up to `unread` tokens of each, or its ending, never reached it."""
