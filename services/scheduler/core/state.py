@@ -7,7 +7,7 @@ Everything that a request holds (slot, blocks, place in queue) is given back in 
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -326,7 +326,7 @@ class SchedulerState:
         group.free_slots.append(residency.slot)
         if residency.opened:
             group.closing.add(residency.slot)
-        group.running.remove(request)
+        del group.running[bisect_left(group.running, residency.rank, key=_rank)]
         request.residency = None
 
     def cancel(self, key: RequestKey, reason: CancelReason, now_ns: int) -> Effects:

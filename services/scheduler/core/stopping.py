@@ -37,6 +37,9 @@ class Stop:
     keep_bytes: int | None = None
 
 
+_AT_LENGTH = Stop(FinishReason.LENGTH)
+
+
 @dataclass(frozen=True, slots=True)
 class StopRules:
     """What of the served model bears on stopping. `eos_token_ids`: the primary id first; `table`: the bytes of every id."""
@@ -74,7 +77,7 @@ class StopTracker:
             return Stop(FinishReason.STOP, stop_token=token, keep_bytes=self._bytes_before(outputs))
         if match:
             return Stop(FinishReason.STOP, stop_string=match.stop, keep_bytes=match.keep_bytes)
-        return Stop(FinishReason.LENGTH) if len(outputs) >= self.max_output else None
+        return _AT_LENGTH if len(outputs) >= self.max_output else None
 
     def _bytes_before(self, outputs: Sequence[int]) -> int:
         return len(OutputBytes(self._rules.table).push(outputs[:-1]))
