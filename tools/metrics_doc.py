@@ -19,6 +19,9 @@ Every service serves Prometheus text. `tokenloom serve` prints the four addresse
 scheduler, the worker and the tokenizer have the next three ports on loopback where they are free. Names are `tokenloom:` and what
 vLLM calls the same thing. Times are in seconds, lengths in tokens. This page is made from the services' own help texts
 (`tools/metrics_doc.py`).
+
+Where two services have a metric of one name, each counts what it sees: a gateway what clients asked for (a prompt once, whatever its `n`),
+the scheduler what it runs (every choice). Choose one by its job; do not sum over services.
 """
 
 
