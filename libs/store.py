@@ -42,6 +42,10 @@ class Store(Protocol):
         """Sets the counter to max(its value, at_least) + 1, durably, and returns it: a new fencing token."""
         ...
 
+    def read_counter(self, name: str) -> int:
+        """The counter's value; 0: it was never raised."""
+        ...
+
 
 class StoreError(Exception):
     """The store cannot be reached or is broken; serving goes on without it."""
@@ -98,3 +102,8 @@ class SqliteStore:
             (name, at_least),
         )
         return int(rows[0][0])
+
+    def read_counter(self, name: str) -> int:
+        """See Store."""
+        rows = self._run("SELECT value, '' FROM counters WHERE name = ?1", (name,))
+        return int(rows[0][0]) if rows else 0

@@ -138,3 +138,11 @@ def test_no_file_stays_open_until_the_garbage_is_collected(tmp_path):
         assert not [file.path for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]
     finally:
         gc.enable()
+
+
+def test_reading_a_counter_does_not_raise_it(open_store):
+    store = open_store()
+    assert store.read_counter("token") == 0
+    store.raise_counter("token", at_least=41)
+    assert [store.read_counter("token"), open_store().read_counter("token")] == [42, 42]
+    assert store.raise_counter("token") == 43
