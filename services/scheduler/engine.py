@@ -87,11 +87,14 @@ class Engine:
         return self._leadership.next_epoch()
 
     def token_refused(self, highest: int, *, was_attached: bool) -> None:
-        """See LinkOwner. At an attach the token is raised; a leader that had the worker and lost it to a higher token steps down."""
-        if was_attached and not self.superseded.is_set():
+        """See LinkOwner. It steps down when it had the worker and lost it to a higher token, or when another has taken a token from its
+        store since: were its own raised then, the two would depose each other for ever. Else ours is raised."""
+        if self.superseded.is_set():
+            return
+        if was_attached or self._leadership.has_successor:
             log.error("another scheduler leads; this one steps down", token=self._leadership.token, highest_token=highest)
             self.superseded.set()
-        elif not self.superseded.is_set():
+        else:
             self._leadership.raise_token(highest)
 
     @enters_core(TokenloomError)

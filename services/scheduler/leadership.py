@@ -34,6 +34,14 @@ class Leadership:
             self.token = max(int(time.time()), floor + 1)
             log.warning("store unreachable; fencing token taken from the clock", token=self.token, reason=str(error))
 
+    @property
+    def has_successor(self) -> bool:
+        """Whether another scheduler of the same store has taken a token since: it may lead, this one may not (False where nobody knows)."""
+        try:
+            return self._store is not None and self._store.read_counter(_COUNTER) > self.token
+        except StoreError:
+            return False
+
     def raise_token(self, highest_seen: int) -> None:
         """A worker has seen `highest_seen`: takes a token above it and above the last one."""
         self._take(at_least=max(highest_seen, self.token))

@@ -265,6 +265,20 @@ async def test_a_fencing_token_that_is_too_low_is_raised(mesh: SchedulerMesh):
     await session.ended(1)
 
 
+async def test_of_two_schedulers_with_one_store_the_later_one_leads_and_the_earlier_one_steps_down_at_once(tmp_path: Path):
+    """The earlier one's link was down meanwhile. It used to raise its token and depose the later one, which came back and deposed it."""
+    (tmp_path / "later").mkdir()
+    store = str(tmp_path / "store.db")
+    async with SchedulerMesh(tmp_path, store=store) as first:
+        token = first.engine.fencing_token
+        async with SchedulerMesh(tmp_path / "later", store=store) as second:
+            worker = await first.worker(highest_token=second.engine.fencing_token)
+            await asyncio.wait_for(first.process.deposed(), 10)
+            assert first.engine.fencing_token == token, "it fights"
+            assert [attach.fencing_token for attach in worker.attaches] == [token]
+            assert not second.engine.superseded.is_set()
+
+
 async def test_without_a_worker_submits_are_refused_with_the_reason(mesh: SchedulerMesh):
     session = await mesh.session()
     await session.until(lambda: session.frames)

@@ -12,7 +12,7 @@ from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.core.leases import open_lease
 from services.scheduler.core.naming import extend_names
 from services.scheduler.core.plan import BatchOutcome, Cut, Delta, Effects, PlannedRow, RowOutcome, StepOutcome, StepPlan
-from services.scheduler.core.request import Ending, Request, RequestState, Residency
+from services.scheduler.core.request import Ending, Request, RequestState, Residency, WaitReason
 from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import FinishReason
 
@@ -206,6 +206,9 @@ def _recover_if_drained(state: SchedulerState, group: Group, now_ns: int, effect
 
 def _accuse(state: SchedulerState, group: str, suspects: list[Request], now_ns: int, effects: Effects) -> None:
     poison = state.quarantine.accuse(suspects, group)
+    for request in suspects:
+        if request is not poison and request not in state.quarantine.suspects:
+            request.wait(WaitReason.QUARANTINE, now_ns)
     if poison is not None:
         error = TokenloomError(ErrorCode.POISON_REQUEST, "the worker failed each time it ran this request alone")
         state.finish(poison, Ending(FinishReason.FAILED, error=error), now_ns, effects)

@@ -137,8 +137,7 @@ class _Draft:
                 request.wait(WaitReason.DRAINING_BLOCKS, self._now)
                 return False
             last = self._group.running[-1]
-            self._state.requeue(last, "preempted", self._now)
-            last.wait(WaitReason.NO_BLOCKS, self._now)
+            self._state.requeue(last, "preempted", self._now, WaitReason.NO_BLOCKS)
             if last is request:
                 return False
         return True
@@ -230,8 +229,7 @@ class _Draft:
         frozen = next((other for other in reversed(self._group.running) if not self._may_run(other)), None)
         if frozen is None:
             return False
-        self._state.requeue(frozen, "preempted", self._now)
-        frozen.wait(WaitReason.QUARANTINE, self._now)
+        self._state.requeue(frozen, "preempted", self._now, WaitReason.QUARANTINE)
         return True
 
     def _lacks_blocks(self, request: Request, hit: Hit) -> WaitReason | None:

@@ -275,11 +275,14 @@ class SchedulerState:
             self.counters.prefix_queries += len(request.prompt_ids)
             self.counters.prefix_hits += found
 
-    def requeue(self, request: Request, why: str, now_ns: int) -> None:
-        """Takes a running request back into the queue with all its confirmed tokens; its blocks are free once its batches are over."""
+    def requeue(self, request: Request, why: str, now_ns: int, waits: WaitReason | None = None) -> None:
+        """Takes a running request back into the queue with all its confirmed tokens; its blocks are free once its batches are over.
+        There it waits for `waits`; None: for its own tokens in flight, if there are any, else for its turn."""
         self._vacate(request)
         request.move(RequestState.WAITING)
         request.timeline.note(RequestEvent(why, now_ns))
+        request.wait_reason = WaitReason.UNRESOLVED if request.unresolved else WaitReason.BEHIND
+        request.wait(waits or request.wait_reason, now_ns)
         if why == "preempted":
             request.timeline.preemptions += 1
             self.counters.preemptions += 1

@@ -21,6 +21,9 @@ class BrokenStore(SqliteStore):
     def raise_counter(self, name: str, *, at_least: int = 0) -> int:
         raise StoreError("unreachable")
 
+    def read_counter(self, name: str) -> int:
+        raise StoreError("unreachable")
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> SqliteStore:
@@ -85,3 +88,17 @@ def test_a_token_whose_epochs_are_used_up_is_followed_by_the_next(store: SqliteS
 def test_an_epoch_fits_the_wire(token: int, store: SqliteStore):
     store.raise_counter("scheduler-fencing-token", at_least=token)
     assert 0 < Leadership(store).next_epoch()[1] < 2**64
+
+
+def test_the_last_one_to_take_a_token_from_a_store_has_no_successor(store: SqliteStore):
+    first = Leadership(store)
+    assert not first.has_successor
+    first.raise_token(500)
+    assert not first.has_successor
+    second = Leadership(store)
+    assert (first.has_successor, second.has_successor) == (True, False)
+
+
+def test_without_a_store_that_answers_nobody_knows_of_a_successor():
+    assert not Leadership(None).has_successor
+    assert not Leadership(BrokenStore()).has_successor

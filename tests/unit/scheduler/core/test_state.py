@@ -6,7 +6,7 @@ import pytest
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.sampling import SamplingParams
-from services.scheduler.core.apply import apply
+from services.scheduler.core.apply import apply, lose_group
 from services.scheduler.core.ledger import LedgerError
 from services.scheduler.core.plan import Effects
 from services.scheduler.core.request import CancelReason, Ending, RequestKey, RequestState, WaitReason
@@ -357,3 +357,18 @@ def test_requests_that_come_and_go_while_nobody_plans_are_not_kept():
     assert list(state._newcomers) == [stays]
     state.mark_newcomers(2)
     assert stays.wait_reason is WaitReason.BEHIND
+
+
+def test_who_returns_to_the_queue_waits_for_its_turn_or_its_own_tokens_until_a_plan_says_more():
+    state = make_state()
+    group = add_group(state)
+    first, second = submit(state, [1] * 20), submit(state, [2] * 20)
+    planned(state, group)
+    state.requeue(first, "preempted", 2, WaitReason.NO_BLOCKS)
+    state.requeue(second, "not_run", 2)
+    assert (first.wait_reason, second.wait_reason) == (WaitReason.NO_BLOCKS, WaitReason.UNRESOLVED)
+    lose_group(state, group, 3, crashed=False)
+    group = add_group(state)
+    planned(state, group)
+    lose_group(state, group, 5, crashed=False)
+    assert {first.wait_reason, second.wait_reason} == {WaitReason.BEHIND}
