@@ -96,7 +96,7 @@ def test_only_what_was_given_becomes_a_flag_again():
 # Values of one line, without blanks around them: those do not count.
 LINE = st.characters(exclude_categories=("C", "Zl", "Zp"))
 TEXT = st.text(LINE, max_size=20).map(str.strip).filter(lambda text: text != NONE_WORD)
-ITEM = st.text(LINE, min_size=1, max_size=12).map(lambda text: text.replace(",", "").strip()).filter(lambda text: text not in ("", NONE_WORD))
+ITEM = TEXT.map(lambda text: text.replace(",", "").strip()).filter(lambda text: text not in ("", NONE_WORD))
 
 
 @given(
