@@ -35,7 +35,6 @@ def build_inputs(rows: Sequence[StagedRow]) -> StepInputs:
         kv_lengths=torch.from_numpy(lengths.astype(np.int32)),
         block_tables=torch.from_numpy(tables),
         sampled=torch.from_numpy(sampled),
-        longest=longest,
     )
 
 

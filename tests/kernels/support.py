@@ -56,7 +56,6 @@ class Sequences:
             kv_lengths=torch.tensor([start + count for _, start, count in rows], dtype=torch.int32),
             block_tables=torch.from_numpy(tables),
             sampled=torch.tensor(starts[1:] - 1 if sampled is None else sampled, dtype=torch.int64),
-            longest=max(start + count for _, start, count in rows),
         )
 
 
@@ -80,7 +79,6 @@ def one_row_each(tokens: int) -> StepInputs:
         kv_lengths=torch.ones(tokens, dtype=torch.int32),
         block_tables=torch.zeros(tokens, 1, dtype=torch.int32),
         sampled=indices,
-        longest=1,
     )
 
 

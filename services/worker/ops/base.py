@@ -20,7 +20,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's rows as tensors on the device. `longest` is the maximum of kv_lengths."""
+    """One step's rows as tensors on the device."""
 
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
@@ -29,7 +29,6 @@ class StepInputs:
     kv_lengths: torch.Tensor  # int32 [R]: tokens of the sequence up to and with this step's
     block_tables: torch.Tensor  # int32 [R, blocks of the longest row]
     sampled: torch.Tensor  # int64 [S]: tokens whose logits are wanted
-    longest: int
 
 
 @dataclass(frozen=True, slots=True)

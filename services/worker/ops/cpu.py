@@ -143,7 +143,7 @@ def _symbolic_inputs() -> StepInputs:
     """Inputs that can only be passed on: each is an object of its own, which no operation but the right one takes."""
     names = ("token_ids", "positions", "cache_slots", "query_starts", "kv_lengths", "block_tables", "sampled")
     stand_ins = {name: cast(torch.Tensor, _Input(name)) for name in names}
-    return StepInputs(**stand_ins, longest=cast(int, _Input("longest")))
+    return StepInputs(**stand_ins)
 
 
 class _Input:

@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[Callable[[CpuOps, StepInputs, LayerCache, Value], objec
     "indexing": (lambda ops, inputs, cache, x: x[0], r"not subscriptable"),
     "a shape": (lambda ops, inputs, cache, x: inputs.token_ids.shape, r"no attribute 'shape'"),
     "a branch on a value": (lambda ops, inputs, cache, x: 1 if x else 2, r"not known when it is recorded"),
-    "a branch on an input": (lambda ops, inputs, cache, x: 1 if inputs.longest else 2, r"longest is not known"),
+    "a branch on an input": (lambda ops, inputs, cache, x: 1 if inputs.token_ids else 2, r"token_ids is not known"),
     "other ids": (lambda ops, inputs, cache, x: ops.embedding(inputs.positions, TABLE), r"the step's token ids"),
     "another result": (lambda ops, inputs, cache, x: torch.zeros(1), r"result is a Tensor"),
     "a tensor": (lambda ops, inputs, cache, x: ops.gated_activation(TABLE), r"a Tensor, which no operation computed"),

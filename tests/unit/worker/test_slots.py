@@ -178,4 +178,3 @@ def test_the_inputs_of_a_ragged_step():
     assert inputs.kv_lengths.tolist() == [19, 3]
     assert inputs.block_tables.tolist() == [[7, 3], [9, 0]]
     assert inputs.sampled.tolist() == [0]
-    assert inputs.longest == 19
