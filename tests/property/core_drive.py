@@ -7,19 +7,18 @@ no cancel is not hidden by the average.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from libs.sampling import SamplingParams
 from services.scheduler.core.request import CancelReason
+from tests.property import driving
 from tests.support.core_lease_world import LeaseWorld
 from tests.support.core_shapes import OUT_OF_MEMORY, Shape, block_edge_prompt
 from tokenloom.worker.v1 import worker_pb2
 
-EVENTS_PER_EPISODE = 400
 # Lengths of prompts around the edges of blocks; episodes of short ones have many requests that grow beside each other.
 _SHORT = [1, 2, 15, 16, 17, 18, 31, 32, 33]
 _LONG = [*_SHORT, 47, 48, 49, 64, 65, 80, 95, 96]
@@ -131,31 +130,7 @@ class Episode:
         self.world.drain()
 
 
-def drive(seed: int, events: int) -> Counter[str]:
-    """Runs `events` events in episodes; what was seen. Raises what the world raises, with the episode's seed as a note."""
-    seen: Counter[str] = Counter()
-    for number in range(-(-events // EVENTS_PER_EPISODE)):
-        episode_seed = seed * 100_003 + number
-        try:
-            episode = Episode(random.Random(episode_seed))
-            episode.run(EVENTS_PER_EPISODE)
-        except Exception as error:
-            error.add_note(f"episode {number} of seed {seed}")
-            raise
-        seen += episode.world.seen
-    return seen
-
-
-def main() -> int:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--events", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    for name, count in sorted(drive(arguments.seed, arguments.events).items()):
-        print(f"{count:8}  {name}")
-    return 0
-
+drive = partial(driving.drive, Episode)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(driving.main(Episode, __doc__))

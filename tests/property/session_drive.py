@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from libs.sampling import SamplingParams
 from libs.telemetry import logs
+from tests.property import driving
 from tests.support.session_world import SessionWorld
-
-EVENTS_PER_EPISODE = 400
 
 
 class Episode:
@@ -74,31 +72,8 @@ class Episode:
             self.world.close()
 
 
-def drive(seed: int, events: int) -> Counter[str]:
-    """Runs `events` events in episodes; what was seen. Raises what the world raises, with the episode's number as a note."""
-    seen: Counter[str] = Counter()
-    for number in range(-(-events // EVENTS_PER_EPISODE)):
-        try:
-            episode = Episode(random.Random(seed * 100_003 + number))
-            episode.run(EVENTS_PER_EPISODE)
-        except Exception as error:
-            error.add_note(f"episode {number} of seed {seed}")
-            raise
-        seen += episode.world.seen
-    return seen
-
-
-def main() -> int:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--events", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    logs.configure("session-drive", "", level="error")
-    for name, count in sorted(drive(arguments.seed, arguments.events).items()):
-        print(f"{count:8}  {name}")
-    return 0
-
+drive = partial(driving.drive, Episode)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    logs.configure("session-drive", "", level="error")
+    sys.exit(driving.main(Episode, __doc__))
