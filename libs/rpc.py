@@ -25,6 +25,8 @@ from tokenloom.common.v1 import common_pb2
 MessageT = TypeVar("MessageT", bound=Message)
 
 PROTOCOL_VERSION = 1
+# The health name of liveness: SERVING while the process answers. All other names are readiness, which a healthy process may lack.
+LIVE = "live"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 # Keepalive finds a peer that vanished without closing (a machine that died) within 20 s + 10 s.
@@ -89,6 +91,7 @@ async def listen(server: Server, address: str) -> str:
         raise OSError(f"cannot listen on {address}: {error}") from error
     server.address = address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
     await server.set_ready(False)
+    await server.health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
     await server.server.start()
     return server.address
 

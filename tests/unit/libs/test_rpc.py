@@ -108,6 +108,12 @@ async def test_health_follows_set_ready_for_the_server_and_for_each_service(addr
         assert set((await statuses()).values()) == {health_pb2.HealthCheckResponse.NOT_SERVING}
 
 
+async def test_a_server_that_is_not_ready_is_alive_all_the_same(address):
+    async with serving(address) as (_, channel):
+        check = health_pb2_grpc.HealthStub(channel).Check
+        assert (await check(health_pb2.HealthCheckRequest(service=rpc.LIVE), timeout=10)).status == health_pb2.HealthCheckResponse.SERVING
+
+
 async def test_reflection_lists_the_service_and_health(address):
     async with serving(address) as (_, channel):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
