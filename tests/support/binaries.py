@@ -1,4 +1,4 @@
-"""Programs that no Python package brings (redis-server, prometheus, docker ...): found, or the test is skipped with what would install them."""
+"""Programs that no Python package brings (redis-server, prometheus, docker): found, or the test is skipped, saying what installs them."""
 
 from __future__ import annotations
 
