@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
-from libs.config import ServiceConfig
+from libs.config import ServiceConfig, Settings
+from libs.config.concerns import DrainSettings, StatsSettings
+from libs.config.settings import Amount
 
 
-class GatewayConfig(ServiceConfig):
-    """The OpenAI-compatible HTTP server of the mesh."""
+class ListenSettings(Settings):
+    """Serving HTTP."""
 
     host: str = Field("127.0.0.1", description="Address to serve HTTP on; 0.0.0.0 for every interface.")
     port: int = Field(8000, ge=0, le=65535, description="Port to serve HTTP on. 0: any free one (the log names it).")
     uds: str = Field("", description="Path of a Unix socket to serve HTTP on instead of host and port. Empty: none.")
-    scheduler_address: str = Field("127.0.0.1:50052", description="gRPC address of the scheduler (unix:/path or host:port).")
-    tokenizer_address: list[str] = Field(
-        default_factory=lambda: ["127.0.0.1:7001"],
-        description="gRPC address of a tokenizer replica; may be repeated. Calls go to the one with the fewest outstanding.",
-    )
+
+
+class ApiSettings(Settings):
+    """Clients."""
+
     served_model_name: list[str] = Field(
         default_factory=list,
         description="Name clients ask for in `model`; may be repeated, the first is reported by default. "
         "None: `default`, and the model's own under `tokenloom serve`.",
     )
-    api_key: list[str] = Field(default_factory=list, description="Key that /v1 requires as a bearer token; may be repeated. None: open.")
+    api_key: list[str] = Field(
+        default_factory=list,
+        description="Key that /v1 requires as a bearer token; may be repeated. None: open.",
+        json_schema_extra={"secret": True},
+    )
+
+
+class CorsSettings(Settings):
+    """Calls from browsers (CORS)."""
+
     allowed_origins: list[str] = Field(default_factory=list, description="Origin that browsers may call from (CORS), or *. Repeatable.")
     allowed_methods: list[str] = Field(default_factory=lambda: ["*"], description="Method that CORS allows, or *; may be repeated.")
     allowed_headers: list[str] = Field(default_factory=lambda: ["*"], description="Header that CORS allows, or *; may be repeated.")
     allow_credentials: bool = Field(False, description="Whether CORS allows cookies and authorization of the browser.")
-    max_body_bytes: int = Field(32 * 1024 * 1024, ge=1024, description="Largest request body, in bytes; a larger one is a 413.")
+
+
+class LimitSettings(Settings):
+    """Limits of a request."""
+
+    max_body_bytes: Amount = Field(32 * 1024 * 1024, ge=1024, description="Largest request body, in bytes; a larger one is a 413.")
     max_prompts: int = Field(256, ge=1, description="Most sequences of one request, prompts times n; more are a 400.")
     request_timeout: float = Field(
         0.0, ge=0, description="Seconds a request may take when it names no `timeout`, and the most it may ask for. 0: no limit."
@@ -38,14 +56,30 @@ class GatewayConfig(ServiceConfig):
         gt=0,
         description="Seconds a client may leave a full connection unread; then its request is cancelled and the connection cut.",
     )
-    drain_timeout: float = Field(30.0, ge=0, description="Seconds for running requests to finish after SIGTERM; then they are cancelled.")
+
+
+class UpstreamSettings(Settings):
+    """The services behind it."""
+
+    scheduler_address: str = Field("127.0.0.1:50052", description="gRPC address of the scheduler (unix:/path or host:port).")
+    tokenizer_address: list[str] = Field(
+        default_factory=lambda: ["127.0.0.1:7001"],
+        description="gRPC address of a tokenizer replica; may be repeated. Calls go to the one with the fewest outstanding.",
+    )
     tokenizer_patience: float = Field(
         10.0, ge=0, description="Seconds that a request waits for a tokenizer to come back while none can be reached; then it gets a 503."
     )
     resume_timeout: float = Field(
         30.0, ge=0, description="Seconds that live requests wait for a new session after the scheduler was lost; then they fail with a 503."
     )
-    stats_interval: float = Field(10.0, gt=0, description="Seconds between the log lines of statistics.")
+
+
+class GatewayConfig(
+    ListenSettings, ApiSettings, CorsSettings, LimitSettings, UpstreamSettings, DrainSettings, StatsSettings, ServiceConfig
+):
+    """The OpenAI-compatible HTTP server of the mesh."""
+
+    section: ClassVar[str] = "gateway"
 
     @property
     def model_names(self) -> list[str]:

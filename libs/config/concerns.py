@@ -1,0 +1,76 @@
+"""Settings that more than one service has, each declared once."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from libs.config.settings import Amount, Settings
+
+
+class LogSettings(Settings):
+    """Logging."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe message that is logged.")
+    log_format: Literal["console", "json"] = Field("json", description="`json`: one object a line; `console`: for people.")
+
+
+class TraceSettings(Settings):
+    """Traces."""
+
+    aliases: ClassVar[dict[str, str]] = {"otlp_traces_endpoint": "otlp_endpoint"}
+
+    otlp_endpoint: list[str] = Field(
+        default_factory=list,
+        description="OTLP/gRPC endpoint that receives this service's spans (http://host:4317); may be repeated. None: no traces.",
+    )
+
+
+class MetricsSettings(Settings):
+    """Metrics and the process's name."""
+
+    metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus endpoint (the gateway serves /metrics on its own port).")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint. 0: none.")
+    instance: str = Field("", description="Name of this process in logs, traces and metrics. Empty: made from service and pid.")
+
+
+class CommonConfig(LogSettings, TraceSettings):
+    """What every service and the whole local mesh can be told."""
+
+
+class ServiceConfig(CommonConfig, MetricsSettings):
+    """What every service can be told."""
+
+
+class StatsSettings(Settings):
+    """Statistics in the log."""
+
+    stats_interval: float = Field(10.0, gt=0, description="Seconds between the log lines of statistics.")
+
+
+class DrainSettings(Settings):
+    """The end."""
+
+    aliases: ClassVar[dict[str, str]] = {"shutdown_timeout": "drain_timeout"}
+
+    drain_timeout: float = Field(30.0, ge=0, description="Seconds for running requests to finish after SIGTERM; then they are cancelled.")
+
+
+class StepSettings(Settings):
+    """A step's size (scheduler and worker)."""
+
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences that one step may hold.")
+    max_num_batched_tokens: Amount = Field(
+        512,
+        ge=1,
+        description="Most tokens computed in one step, prefill and decode together; a worker takes one whole sequence, whatever this says.",
+    )
+
+
+class StoreSettings(Settings):
+    """The shared store."""
+
+    store: str = Field(
+        "", description="The mesh's shared store (a SQLite file): the registry of workers, the leader's token. Empty: none, no registry."
+    )

@@ -1,0 +1,62 @@
+"""The command line of a settings class, read by the library, with the flags grouped by concern in its help."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from pydantic_settings import CliSettingsSource
+
+from libs.config.describe import help_of, spellings
+from libs.config.settings import ENV_PREFIX, Settings, flag_of
+
+
+def read_flags(config: type[Settings], args: Sequence[str], *, prog: str) -> Mapping[str, Any]:
+    """The settings that `args` give, as they were typed. Prints the help, or the error, and raises SystemExit as argparse does."""
+    parser = _Parser(
+        prog=prog,
+        description=config.__doc__,
+        epilog=f"Every flag is also an environment variable: --max-num-seqs is {ENV_PREFIX}MAX_NUM_SEQS.",
+        allow_abbrev=False,
+    )
+    groups = {}
+    for group in config.groups():
+        groups.update(dict.fromkeys(group.fields, parser.add_argument_group(group.title)))
+
+    def add_argument(_parser: argparse.ArgumentParser, *names: str, **options: Any) -> Any:
+        field = options.get("dest", names[0])
+        info = config.model_fields[field]
+        options["help"] = help_of(info).replace("%", "%%")
+        if "metavar" in options:
+            options["metavar"] = "|".join(spellings(info.annotation))
+        return groups[field].add_argument(*names, **options)
+
+    source: CliSettingsSource[_Parser] = CliSettingsSource(
+        config,
+        root_parser=parser,
+        parse_args_method=_Parser.parse_args,
+        add_argument_method=add_argument,
+        cli_shortcuts=_shortcuts(config),
+        cli_parse_args=list(args),
+    )
+    return source()
+
+
+def aliases_of(config: type[Settings]) -> dict[str, str]:
+    """The other names that this class's fields have, by name."""
+    found: dict[str, str] = {}
+    for part in config.__mro__:
+        found.update({alias: name for alias, name in vars(part).get("aliases", {}).items() if name in config.model_fields})
+    return found
+
+
+def _shortcuts(config: type[Settings]) -> dict[str, list[str]]:
+    return {flag_of(name)[2:]: [flag_of(alias)[2:]] for alias, name in aliases_of(config).items()}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, saying "error" the way every other message of a start does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
