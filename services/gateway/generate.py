@@ -255,7 +255,9 @@ class Generation:
         firsts = [choice.ticket.first_token_ns for choice in self.choices if choice.ticket.first_token_ns]
         if firsts:
             self._record.first_token_mono = min(firsts)
-            self._mesh.metrics.time_to_first_token.observe((min(firsts) - self._record.started_mono) / 1e9)
+            self._mesh.metrics.time_to_first_token.observe(
+                (min(firsts) - self._record.started_mono) / 1e9, self._record.exemplar(self._mesh.tracer)
+            )
 
     def _raise_failure(self, changes: list[Change]) -> None:
         for change in changes:

@@ -68,13 +68,20 @@ class Mesh:
             config.tokenizer_address, clock, self.metrics, self._wanted_tokenizer, patience=config.tokenizer_patience
         )
         self.admission = Admission()
-        self.metrics.watch(lambda: self.admission.sequences, lambda: self.admission.tokens)
+        self.metrics.watch(self._outstanding, self._window)
         self.book = book
         self.draining = False
         self.open: set[OpenRequest] = set()
         self.started_unix_ns = clock.unix_ns()
         self._idle = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _outstanding(self, unit: str) -> float:
+        return self.admission.tokens if unit == "tokens" else self.admission.sequences
+
+    def _window(self, unit: str) -> float:
+        window = self.session.window
+        return window.max_outstanding_tokens if unit == "tokens" else window.max_outstanding
 
     def _wanted_tokenizer(self) -> str:
         return self.session.facts.fingerprints.tokenizer if self.session.facts is not None else ""

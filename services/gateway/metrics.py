@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
-from libs.telemetry.metrics import LATENCY_BUCKETS, STEP_BUCKETS, TOKEN_BUCKETS
+from libs.errors import ErrorCode
+from libs.telemetry.metrics import LATENCY_BUCKETS, STEP_BUCKETS, TOKEN_BUCKETS, new_registry
+from tokenloom.common.v1 import common_pb2
+
+# The values that labels can take. All their series exist from the start: a rate over a series that is born with its first event
+# misses that event, and an alert on it would come one failure late.
+STAGES = ("tokenize", "lost", "transport", "queue", "prefill", "decode", "stream")
+FINISHED = ("stop", "length")
+CANCELLED = (
+    *(name.removeprefix("CANCEL_REASON_").lower() for name, number in common_pb2.CancelReason.items() if number),
+    "deadline",
+)
+STRAY = ("delta", "ending", "accepted", "frame")
 
 
 class GatewayMetrics:
     """All metrics of one gateway process, in a registry of their own. Times are in seconds; `model_name` is the first served name."""
 
     def __init__(self, model_name: str) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = new_registry()
         self._labels = {"model_name": model_name}
         self._latencies()
         self._requests()
         self._mesh()
+        self._begin_at_zero()
 
     def _latencies(self) -> None:
         self.time_to_first_token = self._histogram(
@@ -80,7 +93,13 @@ class GatewayMetrics:
 
         self.outstanding = Gauge(
             "tokenloom:gateway_outstanding",
-            "What requests hold of the scheduler's window: sequences, and tokens (prompt plus max_tokens). At the window's size: 429s.",
+            "What requests hold of the scheduler's window: sequences, and tokens (prompt plus max_tokens). At gateway_window: 429s.",
+            ["unit"],
+            registry=self.registry,
+        )
+        self.window = Gauge(
+            "tokenloom:gateway_window",
+            "What the scheduler lets this gateway have outstanding, by demand. 0: no session. Always full: add workers, not gateways.",
             ["unit"],
             registry=self.registry,
         )
@@ -114,10 +133,23 @@ class GatewayMetrics:
             registry=self.registry,
         )
 
-    def watch(self, sequences: Callable[[], float], tokens: Callable[[], float]) -> None:
-        """Reads at each scrape what is outstanding."""
-        self.outstanding.labels("sequences").set_function(sequences)
-        self.outstanding.labels("tokens").set_function(tokens)
+    def _begin_at_zero(self) -> None:
+        for stage in STAGES:
+            self.stage.labels(**self._labels, stage=stage)
+        for reason in FINISHED:
+            self.labelled(self.success, finished_reason=reason)
+        for reason in CANCELLED:
+            self.labelled(self.cancelled, reason=reason)
+        for code in ErrorCode:
+            self.labelled(self.rejected, reason=code.spec.label)
+        for kind in STRAY:
+            self.stray.labels(kind=kind)
+
+    def watch(self, outstanding: Callable[[str], float], window: Callable[[str], float]) -> None:
+        """Reads at each scrape, by unit ("sequences", "tokens"), what is outstanding and what may be."""
+        for unit in ("sequences", "tokens"):
+            self.outstanding.labels(unit).set_function(lambda unit=unit: outstanding(unit))
+            self.window.labels(unit).set_function(lambda unit=unit: window(unit))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
         family = Histogram(f"tokenloom:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)

@@ -21,6 +21,7 @@ from opentelemetry.util.types import AttributeValue
 from libs.clock import Clock
 from libs.errors import TokenloomError
 from libs.telemetry.logs import get_logger
+from libs.telemetry.metrics import trace_exemplar
 from libs.telemetry.tracing import SpanEvent, SpanRecord, TraceParent, Tracer, new_span_id
 from services.gateway.endings import finish_reason, label_of
 from services.gateway.metrics import GatewayMetrics
@@ -92,7 +93,7 @@ class RequestRecord:
             for choice in self.choices
             if choice.ticket.ending is not None
         ]
-        self._count(metrics, hops, ended_ns)
+        self._count(metrics, hops, ended_ns, self.exemplar(tracer))
         self._write_log(ended_ns)
         if tracer.enabled and self.context.sampled:
             self._trace(tracer, hops, ended_ns, offset)
@@ -100,14 +101,18 @@ class RequestRecord:
     def _submitted_ns(self, ticket: Ticket, offset: int) -> int:
         return max(self.tokenized_ns, ticket.lost_ns[-1] + offset) if ticket.lost_ns else self.tokenized_ns
 
-    def _count(self, metrics: GatewayMetrics, hops: list[Hop], ended_ns: int) -> None:
+    def exemplar(self, tracer: Tracer) -> dict[str, str] | None:
+        """What leads from this request's observations to its trace; None where that is not recorded."""
+        return trace_exemplar(self.context.trace_id, recorded=tracer.enabled and self.context.sampled)
+
+    def _count(self, metrics: GatewayMetrics, hops: list[Hop], ended_ns: int, exemplar: dict[str, str] | None) -> None:
         if self.error is not None:
             metrics.labelled(metrics.rejected, reason=self.error.code.spec.label).inc()
         for choice in self.choices:
             if choice.ticket.ending is not None:
-                _count_choice(metrics, choice, choice.ticket.ending)
+                _count_choice(metrics, choice, choice.ticket.ending, exemplar)
         if self.error is None and self.choices:
-            metrics.e2e_latency.observe((ended_ns - self.started_ns) / 1e9)
+            metrics.e2e_latency.observe((ended_ns - self.started_ns) / 1e9, exemplar)
             if len(hops) == 1:
                 self._count_stages(metrics, hops[0], ended_ns)
 
@@ -220,7 +225,7 @@ class RequestRecord:
         return attributes
 
 
-def _count_choice(metrics: GatewayMetrics, choice: Choice, ending: scheduler_pb2.Ending) -> None:
+def _count_choice(metrics: GatewayMetrics, choice: Choice, ending: scheduler_pb2.Ending, exemplar: dict[str, str] | None) -> None:
     ticket = choice.ticket
     if finish_reason(ending):
         metrics.labelled(metrics.success, finished_reason=label_of(ending)).inc()
@@ -231,4 +236,5 @@ def _count_choice(metrics: GatewayMetrics, choice: Choice, ending: scheduler_pb2
         metrics.request_prompt_tokens.observe(ending.prompt_tokens)
     metrics.request_generation_tokens.observe(ending.completion_tokens)
     if len(ticket.output) > 1:
-        metrics.time_per_output_token.observe((ticket.last_token_ns - ticket.first_token_ns) / 1e9 / (len(ticket.output) - 1))
+        mean_ns = (ticket.last_token_ns - ticket.first_token_ns) / (len(ticket.output) - 1)
+        metrics.time_per_output_token.observe(mean_ns / 1e9, exemplar)

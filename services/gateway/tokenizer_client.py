@@ -60,6 +60,8 @@ class TokenizerClient:
     ) -> None:
         self._replicas = [self._replica(address) for address in addresses]
         self._clock, self._metrics, self._expected = clock, metrics, expected_fingerprint
+        for address in addresses:
+            metrics.tokenizer_failures.labels(address=address)  # a series from the start: see metrics.py
         self._turn = 0
         self._patience_ns = round(patience * 1e9)
         self.table: TextTable | None = None

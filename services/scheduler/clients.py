@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from libs.clock import Clock
+from libs.telemetry.metrics import trace_exemplar
 from libs.telemetry.tracing import Tracer
 from services.scheduler import convert, spans
 from services.scheduler.config import SchedulerConfig
@@ -108,6 +109,9 @@ class Clients:
             return None
         return client.trace.wire(started=request.timeline.first_token_ns > 0)
 
+    def _exemplar(self, trace: RequestTrace | None) -> dict[str, str] | None:
+        return trace_exemplar(trace.parent.trace_id, recorded=self._tracer.enabled and trace.parent.sampled) if trace else None
+
     def publish(self, effects: Effects) -> None:
         """Hands deltas and endings to the sessions' outboxes, then counts and traces."""
         touched: set[GatewaySession] = set()
@@ -122,7 +126,7 @@ class Clients:
             client.session.outbox.endings.append(convert.to_ending(request, self._clock))
             self._windows.add(client.session.id, -1, -request.most_tokens)
             touched.add(client.session)
-            self._metrics.ended(request)
+            self._metrics.ended(request, self._exemplar(client.trace))
             if client.trace is not None:
                 spans.emit(self._tracer, client.trace, request, self._clock)
         for session in touched:

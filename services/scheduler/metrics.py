@@ -6,11 +6,12 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from libs.telemetry.metrics import LATENCY_BUCKETS, STEP_BUCKETS, TOKEN_BUCKETS
-from services.scheduler.core.request import Request, WaitReason
+from libs.errors import ErrorCode
+from libs.telemetry.metrics import LATENCY_BUCKETS, STEP_BUCKETS, TOKEN_BUCKETS, new_registry
+from services.scheduler.core.request import CancelReason, Request, WaitReason
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
 
@@ -22,7 +23,7 @@ class SchedulerMetrics:
     """Histograms and counters of events; `watch` adds the core's own numbers."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = new_registry()
         histogram = self._histogram
         self.queue_time = histogram("request_queue_time_seconds", "Arrival to first dispatch. Grows: more blocks or sequences.")
         self.prefill_time = histogram("request_prefill_time_seconds", "First dispatch to first token. Grows: prefix caching.")
@@ -54,6 +55,17 @@ class SchedulerMetrics:
         self.worker_losses = self._counter("worker_losses", "Worker streams that were lost. Any: read the worker's log.")
         self.sessions = Gauge("tokenloom:gateway_sessions", "Open gateway sessions.", registry=self.registry)
         self.workers = Gauge("tokenloom:workers_attached", "Attached worker groups. 0: requests wait.", registry=self.registry)
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """All series exist from the start: a rate over one that is born with its first event misses that event."""
+        for finish in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONSTRAINT_COMPLETE):
+            self.success.labels(finish.value)
+        for reason in (*(reason.value for reason in CancelReason), "deadline"):
+            self.cancelled.labels(reason)
+        for code in ErrorCode:
+            self.rejected.labels(code.spec.label)
+            self.failed.labels(code.spec.label)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
         return Histogram(f"tokenloom:{name}", text, buckets=buckets, registry=self.registry)
@@ -65,8 +77,8 @@ class SchedulerMetrics:
         """Adds the core's numbers, read in `loop`'s thread."""
         self.registry.register(_CoreCollector(loop, state))
 
-    def ended(self, request: Request) -> None:
-        """Counts an accepted request's ending and its stages."""
+    def ended(self, request: Request, exemplar: dict[str, str] | None = None) -> None:
+        """Counts an accepted request's ending and its stages; `exemplar` leads to its trace."""
         line, ending = request.timeline, request.ending
         if ending is None:
             return
@@ -78,10 +90,10 @@ class SchedulerMetrics:
             case reason:
                 self.success.labels(reason.value).inc()
         self.prompt_tokens.inc(len(request.prompt_ids))
-        self.queue_time.observe(((line.dispatched_ns or line.ended_ns) - line.received_ns) / 1e9)
+        self.queue_time.observe(((line.dispatched_ns or line.ended_ns) - line.received_ns) / 1e9, exemplar)
         if line.first_token_ns and line.dispatched_ns:
-            self.prefill_time.observe((line.first_token_ns - line.dispatched_ns) / 1e9)
-            self.decode_time.observe((line.ended_ns - line.first_token_ns) / 1e9)
+            self.prefill_time.observe((line.first_token_ns - line.dispatched_ns) / 1e9, exemplar)
+            self.decode_time.observe((line.ended_ns - line.first_token_ns) / 1e9, exemplar)
 
 
 class _CoreCollector:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
-from libs.telemetry.metrics import STEP_BUCKETS
+from libs.errors import ErrorCode
+from libs.telemetry.metrics import STEP_BUCKETS, new_registry
 
 
 class TokenizerMetrics:
     """One instance per service instance, on its own registry."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = new_registry()
         self.requests = Counter(
             "tokenloom:tokenizer_requests",
             "Calls by kind (text, chat, token_ids, decode) and outcome (ok, or the error's label). A rising tokenizer_busy share asks for "
@@ -54,3 +55,11 @@ class TokenizerMetrics:
             ["reason"],
             registry=registry,
         )
+        # All series exist from the start: a rate over one that is born with its first event misses that event.
+        for kind in ("text", "chat", "token_ids"):
+            for outcome in ("ok", ErrorCode.TOKENIZER_BUSY.spec.label, ErrorCode.CANCELLED.spec.label):
+                self.requests.labels(kind=kind, outcome=outcome)
+        for kind in ("text", "chat"):
+            self.encode.labels(kind=kind)
+        for reason in ("timeout", "abandoned", "died"):
+            self.restarts.labels(reason=reason)

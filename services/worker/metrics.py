@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
-from libs.telemetry.metrics import STEP_BUCKETS, TOKEN_BUCKETS
+from libs.telemetry.metrics import STEP_BUCKETS, TOKEN_BUCKETS, new_registry
 from tokenloom.worker.v1 import worker_pb2
 
 _PREFIX = "tokenloom:"
@@ -19,7 +19,7 @@ class WorkerMetrics:
     """All metrics of one worker process, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = new_registry()
 
         def step_time(name: str, text: str) -> Histogram:
             return Histogram(_PREFIX + name, text, buckets=STEP_BUCKETS, registry=registry)
@@ -56,6 +56,8 @@ class WorkerMetrics:
         self._load = gauge("worker_weights_load_seconds", "Time the weights took to load. Long: slow disk, or a quantised file.")
         for outcome in _OUTCOMES.values():
             self._batches.labels(outcome)
+        for phase in ("prefill", "decode"):
+            self._tokens.labels(phase)
 
     def loaded(self, seconds: float, blocks: int) -> None:
         """The model is there."""

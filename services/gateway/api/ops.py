@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from libs.errors import TokenloomError
+from libs.telemetry.metrics import exposition
 from services.gateway.api.errors import error_body, error_headers
 from services.gateway.api.models import model_card, model_list
 from services.gateway.mesh import Mesh
@@ -45,8 +45,9 @@ def routes(mesh: Mesh) -> list[Route]:
     async def version(_request: Request) -> Response:
         return json_response({"version": importlib.metadata.version("tokenloom")})
 
-    async def metrics(_request: Request) -> Response:
-        return Response(generate_latest(mesh.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        body, content_type = exposition(mesh.metrics.registry, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
 
     async def models(_request: Request) -> Response:
         return json_response(model_list(mesh))

@@ -9,7 +9,9 @@ from services.gateway.session import Window
 
 def test_what_is_outstanding_is_read_at_each_scrape():
     admission, metrics = Admission(), GatewayMetrics("tiny")
-    metrics.watch(lambda: admission.sequences, lambda: admission.tokens)
+    metrics.watch(
+        lambda unit: admission.tokens if unit == "tokens" else admission.sequences, lambda unit: {"tokens": 100, "sequences": 4}[unit]
+    )
 
     def outstanding() -> tuple[float | None, float | None]:
         read = metrics.registry.get_sample_value
@@ -22,3 +24,4 @@ def test_what_is_outstanding_is_read_at_each_scrape():
     assert outstanding() == (1, 25)
     leases[0].release()
     assert outstanding() == (0, 0)
+    assert metrics.registry.get_sample_value("tokenloom:gateway_window", {"unit": "tokens"}) == 100
