@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -148,8 +149,8 @@ class GatewayMetrics:
     def watch(self, outstanding: Callable[[str], float], window: Callable[[str], float]) -> None:
         """Reads at each scrape, by unit ("sequences", "tokens"), what is outstanding and what may be."""
         for unit in ("sequences", "tokens"):
-            self.outstanding.labels(unit).set_function(lambda unit=unit: outstanding(unit))
-            self.window.labels(unit).set_function(lambda unit=unit: window(unit))
+            self.outstanding.labels(unit).set_function(partial(outstanding, unit))
+            self.window.labels(unit).set_function(partial(window, unit))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
         family = Histogram(f"tokenloom:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
