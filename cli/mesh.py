@@ -11,13 +11,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from opentelemetry.sdk.resources import OTELResourceDetector
+
 
 from cli.child import ServiceSpec
 from cli.flags import SERVICES, ServeOptions, service_config
 from cli.ports import choose
 from cli.rundir import RunDirectory
 from libs.config import ServiceConfig, to_args, to_text
-from libs.errors import ErrorCode, TokenloomError
+from libs.telemetry.otel_environment import read_environment
 from libs.models.catalog import DEFAULT_MODEL
 from services.gateway.config import GatewayConfig
 
@@ -48,16 +50,12 @@ def served_names(given: Sequence[str], model: str, directory: Path) -> list[str]
 
 
 def otlp_endpoints(options: ServeOptions, run_directory: RunDirectory) -> list[str]:
-    """Where spans go: the built-in store, what the user named, and the endpoint of OpenTelemetry's own variables.
+    """Where every service sends its spans by its flag: the built-in store, and what the user named.
 
-    Raises TokenloomError when those variables ask for OTLP over HTTP.
+    The OTEL_* variables reach the services as they are. Raises TokenloomError for one that no service could honour.
     """
-    found = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
-    if found and protocol != "grpc":
-        raise TokenloomError(ErrorCode.UNSUPPORTED, f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: spans are exported over OTLP/gRPC only")
-    endpoints = [run_directory.socket("traces"), *options.otlp_endpoint, *([found] if found else [])]
-    return list(dict.fromkeys(endpoints))
+    read_environment()
+    return list(dict.fromkeys([run_directory.socket("traces"), *options.otlp_endpoint]))
 
 
 def plan(options: ServeOptions, model: Path, port: int, log_format: str, run_directory: RunDirectory) -> Mesh:
@@ -109,11 +107,17 @@ def _spec(name: str, config: ServiceConfig) -> ServiceSpec:
     flags = to_args(config, [field for field in type(config).model_fields if field not in SECRETS])
     # -P: a folder called `services` where the user happens to stand must not be imported.
     command = (sys.executable, "-P", "-m", f"services.{name}", *flags)
-    return ServiceSpec(name, command, stop_seconds, env=_secrets(config))
+    return ServiceSpec(name, command, stop_seconds, env={**_secrets(config), **_service_name(name)})
 
 
 def _secrets(config: ServiceConfig) -> dict[str, str]:
     return {f"TOKENLOOM_{name.upper()}": to_text(getattr(config, name), name) for name in SECRETS if name in config.model_fields_set}
+
+
+def _service_name(name: str) -> dict[str, str]:
+    """One OTEL_SERVICE_NAME for the mesh names four services: the same for all of them would make their spans one service's."""
+    given = OTELResourceDetector().detect().attributes.get("service.name")
+    return {"OTEL_SERVICE_NAME": f"{given}-{name}"} if given else {}
 
 
 def _traces(options: ServeOptions, log_format: str, run_directory: RunDirectory) -> ServiceSpec:

@@ -1,9 +1,9 @@
 """Spans made by hand: built when their stage is over, from instants the service kept anyway, with ids chosen in advance.
 
 Library instrumentation would make a span per SSE chunk and an endless one per stream. Here the hot path only remembers
-nanoseconds; when a stage ends, `Tracer.emit` builds an OpenTelemetry ReadableSpan and hands it to the batch processors,
-which export over OTLP in their own thread. A span id can be chosen before its span exists (`new_span_id`), so that a child in
-another process can name its parent while the parent is still running.
+nanoseconds; when a stage ends, `Tracer.emit` builds an OpenTelemetry ReadableSpan and hands it to one pipe per receiver
+(span_export.py), which exports over OTLP in a thread of its own. A span id can be chosen before its span exists
+(`new_span_id`), so that a child in another process can name its parent while the parent is still running.
 """
 
 from __future__ import annotations
@@ -12,14 +12,29 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    TraceState,
+    set_span_in_context,
+)
 from opentelemetry.util.types import AttributeValue
+from prometheus_client import CollectorRegistry
+
+from libs.telemetry.otel_environment import ExportSettings, read_environment
+from libs.telemetry.span_export import LostSpans, SpanPipe, close_all
 
 _TRACEPARENT = re.compile(r"^([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?$")
 # A member of a tracestate as the W3C recommendation has it, blanks around it allowed.
@@ -103,44 +118,72 @@ class SpanRecord:
 
 
 class Tracer:
-    """Exports the spans of one process. Without endpoints and exporters it drops them at the cost of one comparison."""
+    """Exports the spans of one process. Without endpoints and exporters it drops them at the cost of one comparison.
 
-    def __init__(self, service: str, instance: str, endpoints: Sequence[str] = (), exporters: Sequence[SpanExporter] = ()) -> None:
-        self._resource = Resource.create(
-            {"service.name": f"tokenloom-{service}", "service.namespace": "tokenloom", "service.instance.id": instance}
-        )
-        all_exporters = [
-            *exporters,
-            *(OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https")) for endpoint in endpoints),
-        ]
-        # Queue of 8192 spans per endpoint, exported twice a second in batches of 512; beyond it the SDK drops and says so in its log.
-        self._processors = [
-            BatchSpanProcessor(exporter, max_queue_size=8192, schedule_delay_millis=500, max_export_batch_size=512)
-            for exporter in all_exporters
-        ]
-        self._scope = InstrumentationScope("tokenloom")
+    Spans go to each of `endpoints` (host:port, unix:/path, http:// or https://), to `exporters`, and to the endpoint of `settings`.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        instance: str,
+        endpoints: Sequence[str] = (),
+        exporters: Sequence[SpanExporter] = (),
+        *,
+        settings: ExportSettings = ExportSettings(),  # noqa: B008  it is frozen
+    ) -> None:
+        self._settings = settings
+        self._resource = _resource(service, instance)
+        self._scope = InstrumentationScope("tokenloom", version("tokenloom"))
+        self._pipes: list[SpanPipe] = []
+        if not settings.disabled:
+            named = [endpoint for endpoint in endpoints if endpoint != settings.endpoint]
+            self._pipes += [SpanPipe(exporter, type(exporter).__name__, settings) for exporter in exporters]
+            self._pipes += [SpanPipe(_otlp(endpoint, settings), endpoint, settings) for endpoint in named]
+            if settings.endpoint is not None:
+                self._pipes.append(SpanPipe(_otlp(None, settings), settings.endpoint, settings))
+
+    @classmethod
+    def of_process(cls, service: str, instance: str, endpoints: Sequence[str]) -> Tracer:
+        """The tracer that a service's flags and the OTEL_* variables ask for. Raises TokenloomError that names the variable."""
+        return cls(service, instance, endpoints, settings=read_environment())
 
     @property
     def enabled(self) -> bool:
         """Whether spans go anywhere."""
-        return bool(self._processors)
+        return bool(self._pipes)
+
+    def count_in(self, registry: CollectorRegistry) -> None:
+        """Adds the count of lost spans to a service's metrics."""
+        registry.register(LostSpans(self._pipes))
+
+    def begin(self, parent: TraceParent | None) -> TraceParent:
+        """The context of a new span for a request from outside: in its caller's trace, or the root of a new one.
+
+        Whether it is recorded is the sampler's decision (OTEL_TRACES_SAMPLER); by default a caller's own decision is kept, and all else is.
+        """
+        fresh = TraceParent.new(sampled=self.enabled)
+        if not self.enabled:
+            return fresh if parent is None else parent.child(fresh.span_id)
+        trace_id = fresh.trace_id if parent is None else parent.trace_id
+        context = None if parent is None else set_span_in_context(NonRecordingSpan(_span_context(parent, remote=True)))
+        sampled = self._settings.sampler.should_sample(context, trace_id, "request").decision is Decision.RECORD_AND_SAMPLE
+        return TraceParent(trace_id, fresh.span_id, sampled, "" if parent is None else parent.state)
 
     def emit(self, record: SpanRecord) -> None:
-        """Queues a finished span for export; spans of unsampled traces are dropped."""
-        if not self._processors or not record.context.sampled:
+        """Queues a finished span for export; spans of unsampled traces are dropped. Never blocks."""
+        if not self._pipes or not record.context.sampled:
             return
         span = self._readable(record)
-        for processor in self._processors:
-            processor.on_end(span)
+        for pipe in self._pipes:
+            pipe.offer(span)
 
     def _readable(self, record: SpanRecord) -> ReadableSpan:
-        flags = TraceFlags(TraceFlags.SAMPLED)
-        state = TraceState.from_header([record.context.state]) if record.context.state else TraceState()
-        parent = SpanContext(record.context.trace_id, record.parent_id, record.remote_parent, flags, state) if record.parent_id else None
+        own = record.context
         return ReadableSpan(
             name=record.name,
-            context=SpanContext(record.context.trace_id, record.context.span_id, False, flags, state),
-            parent=parent,
+            context=_span_context(own),
+            parent=_span_context(own.child(record.parent_id), remote=record.remote_parent) if record.parent_id else None,
             resource=self._resource,
             attributes=dict(record.attributes),
             events=[Event(event.name, dict(event.attributes), event.unix_ns) for event in record.events],
@@ -152,6 +195,33 @@ class Tracer:
         )
 
     def shutdown(self) -> None:
-        """Exports what is queued and stops the export threads."""
-        for processor in self._processors:
-            processor.shutdown()  # type: ignore[no-untyped-call]
+        """Exports what is queued and stops the export threads; returns within 2.5 s whatever the collectors do."""
+        close_all(self._pipes)
+
+
+def _span_context(context: TraceParent, *, remote: bool = False) -> SpanContext:
+    flags = TraceFlags(TraceFlags.SAMPLED if context.sampled else TraceFlags.DEFAULT)
+    state = TraceState.from_header([context.state]) if context.state else TraceState()
+    return SpanContext(context.trace_id, context.span_id, remote, flags, state)
+
+
+def _resource(service: str, instance: str) -> Resource:
+    """Who speaks. What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say wins over our own names."""
+    own = {
+        "service.name": f"tokenloom-{service}",
+        "service.namespace": "tokenloom",
+        "service.version": version("tokenloom"),
+        "service.instance.id": instance,
+    }
+    return Resource.create(own).merge(OTELResourceDetector().detect())
+
+
+def _otlp(endpoint: str | None, settings: ExportSettings) -> OTLPSpanExporter:
+    """The exporter to `endpoint`; None: to the one of the environment, by whose variables the SDK decides about TLS.
+
+    Headers and certificates of the environment are used for either.
+    """
+    insecure = None if endpoint is None else not endpoint.startswith("https")
+    return OTLPSpanExporter(
+        endpoint=endpoint or settings.endpoint, insecure=insecure, timeout=settings.timeout_seconds, compression=settings.compression
+    )

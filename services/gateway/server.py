@@ -7,6 +7,7 @@ import contextlib
 import os
 
 from libs.clock import SystemClock
+from libs.errors import TokenloomError
 from libs.telemetry.logs import get_logger
 from libs.telemetry.metrics import serve_metrics
 from libs.telemetry.tracing import Tracer
@@ -27,11 +28,13 @@ async def run(config: GatewayConfig, stop: asyncio.Event) -> int:
     """Serves until `stop` is set, then drains. Returns the process's exit code: 1 when the address cannot be had."""
     instance = instance_name(config)
     try:
+        tracer = Tracer.of_process("gateway", instance, config.otlp_endpoint)
         listener, url = bind(config.host, config.port, config.uds)
-    except OSError as error:
+    except (OSError, TokenloomError) as error:
         _log.error("the gateway cannot start", error=str(error))
         return 1
-    mesh = Mesh(config, instance=instance, clock=SystemClock(), tracer=Tracer("gateway", instance, config.otlp_endpoint))
+    mesh = Mesh(config, instance=instance, clock=SystemClock(), tracer=tracer)
+    tracer.count_in(mesh.metrics.registry)
     server = new_server(new_app(mesh))
     mesh.start()
     serve_metrics(mesh.metrics.registry, config.metrics_host, config.metrics_port)

@@ -187,8 +187,13 @@ def _freeze_heap() -> None:
 
 async def run(config: SchedulerConfig, instance: str, stop: asyncio.Event) -> int:
     """Serves until `stop` is set; returns the exit code."""
-    tracer = Tracer("scheduler", instance, config.otlp_endpoint)
+    try:
+        tracer = Tracer.of_process("scheduler", instance, config.otlp_endpoint)
+    except TokenloomError as error:
+        log.error("scheduler cannot start", reason=error.message, flag=error.param)
+        return 1
     process = SchedulerProcess(config, tracer, _freeze_heap)
+    tracer.count_in(process.metrics.registry)
     start = asyncio.create_task(process.start())
     await asyncio.wait([start, stopping := asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
     if start.done():
@@ -209,5 +214,5 @@ async def run(config: SchedulerConfig, instance: str, stop: asyncio.Event) -> in
         await asyncio.gather(start, return_exceptions=True)
     log.info("scheduler stops")
     await process.stop()
-    tracer.shutdown()
+    await asyncio.to_thread(tracer.shutdown)
     return 1 if process.engine is not None and process.engine.broken.is_set() else code

@@ -140,6 +140,8 @@ def encoder_command(config: TokenizerConfig) -> list[str]:
 async def run(config: TokenizerConfig, stop: asyncio.Event) -> int:
     """Serves until `stop` is set, then drains; returns the exit code. Raises TokenloomError or OSError when it cannot start."""
     clock, metrics = SystemClock(), TokenizerMetrics()
+    tracer = Tracer.of_process("tokenizer", config.instance, config.otlp_endpoint)
+    tracer.count_in(metrics.registry)
     model = ModelDirectory(config.model)
     pool = EncoderPool(
         encoder_command(config),
@@ -150,7 +152,6 @@ async def run(config: TokenizerConfig, stop: asyncio.Event) -> int:
         metrics=metrics,
     )
     table, _ = await asyncio.gather(asyncio.to_thread(_load_table, model), pool.start())
-    tracer = Tracer("tokenizer", config.instance, config.otlp_endpoint)
     try:
         server = new_server([tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name])
         servicer = TokenizerServicer(model, table, pool, tracer=tracer, clock=clock, metrics=metrics)

@@ -31,7 +31,13 @@ _GRACE_SECONDS = 2.0
 async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int:
     """Runs until `stop` is set; returns the exit code (1: the model cannot be loaded or the address cannot be bound)."""
     loop = asyncio.get_running_loop()
-    tracer, metrics = Tracer("worker", instance, config.otlp_endpoint), WorkerMetrics()
+    try:
+        tracer = Tracer.of_process("worker", instance, config.otlp_endpoint)
+    except TokenloomError as error:
+        _log.error("cannot start", reason=error.message)
+        return 1
+    metrics = WorkerMetrics()
+    tracer.count_in(metrics.registry)
     outcome: asyncio.Future[Steps | BaseException] = loop.create_future()
 
     def emit(span: SpanRecord) -> None:

@@ -195,13 +195,12 @@ def _new_record(mesh: Mesh, api: Api, connection: Connection) -> RequestRecord:
     request_id = request_id_of(connection.header(HEADER))
     state = connection.header(b"tracestate")
     parent = TraceParent.parse(connection.header(b"traceparent"), state if len(state) <= _MAX_TRACESTATE else "")
-    fresh = TraceParent.new(sampled=mesh.tracer.enabled)
     return RequestRecord(
         operation=api.operation,
         route=api.route,
         request_id=request_id,
         response_id=f"{api.id_prefix}-{request_id}",
-        context=fresh if parent is None else parent.child(fresh.span_id),
+        context=mesh.tracer.begin(parent),
         parent_id=0 if parent is None else parent.span_id,
         started_ns=mesh.clock.unix_ns(),
         started_mono=mesh.clock.monotonic_ns(),

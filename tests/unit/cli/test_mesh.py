@@ -140,13 +140,24 @@ def test_the_model_is_called_what_the_user_calls_it(given, model, names):
     assert served_names(given, model, Path("/cache/dir")) == names
 
 
-def test_spans_go_to_the_built_in_store_and_to_what_opentelemetrys_variables_name(run_directory, monkeypatch):
+def test_spans_go_to_the_built_in_store_and_to_what_the_user_names_while_opentelemetrys_variables_are_the_services(
+    run_directory, monkeypatch
+):
     options = parse(ServeConfig, ["--otlp-endpoint", "http://jaeger:4317"], prog="tokenloom serve")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4317")
-    assert otlp_endpoints(options, run_directory) == [run_directory.socket("traces"), "http://jaeger:4317", "http://collector:4317"]
+    assert otlp_endpoints(options, run_directory) == [run_directory.socket("traces"), "http://jaeger:4317"]
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     with pytest.raises(TokenloomError, match="OTLP/gRPC only"):
         otlp_endpoints(options, run_directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OTEL_SERVICE_NAME", "shop"), ("OTEL_RESOURCE_ATTRIBUTES", "team=a,service.name=shop"), ("OTEL_SERVICE_NAME", "")]
+)
+def test_one_otel_service_name_still_makes_four_services(mesh_of, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    names = {spec.name: spec.env.get("OTEL_SERVICE_NAME") for spec in mesh_of().specs if spec.name != "traces"}
+    assert names == {service: f"shop-{service}" if value else None for service in ("gateway", "scheduler", "worker", "tokenizer")}
 
 
 def test_the_banner_has_a_curl_line_for_the_model_and_the_port(mesh_of):
