@@ -6,7 +6,6 @@ gateway (HTTP on --port) --unix--> scheduler --unix--> worker
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
