@@ -26,7 +26,7 @@ from services.gateway.request_id import EchoRequestId
 def new_app(mesh: Mesh) -> Starlette:
     """The gateway's application. Middleware is plain ASGI: BaseHTTPMiddleware would hide a client's departure."""
     config = mesh.config
-    middleware = [Middleware(CountResponses, metrics=mesh.metrics), Middleware(EchoRequestId)]
+    middleware = [Middleware(CountResponses, metrics=mesh.metrics), Middleware(EchoRequestId), Middleware(CloseWhenLeaving, mesh=mesh)]
     if config.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -86,6 +86,26 @@ class RequireKey:
                 given = token.strip() if scheme.lower() == b"bearer" else b""
         # All are compared, so that time does not tell which one was near.
         return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
+
+
+class CloseWhenLeaving:
+    """Asks every client to connect anew, elsewhere, once this process has been told to leave: a connection that it closes itself might
+    just be carrying the next request.
+    """
+
+    def __init__(self, app: ASGIApp, mesh: Mesh) -> None:
+        self._app, self._mesh = app, mesh
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._mesh.leaving:
+                others = [(name, value) for name, value in message["headers"] if name != b"connection"]
+                message["headers"] = [*others, (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, receive, closing if scope["type"] == "http" else send)
 
 
 class CountResponses:

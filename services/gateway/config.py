@@ -17,6 +17,12 @@ class ListenSettings(Settings):
     host: str = Field("127.0.0.1", description="Address to serve HTTP on; 0.0.0.0 for every interface.")
     port: int = Field(8000, ge=0, le=65535, description="Port to serve HTTP on. 0: any free one (the log names it).")
     uds: str = Field("", description="Path of a Unix socket to serve HTTP on instead of host and port. Empty: none.")
+    drain_delay: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds after SIGTERM in which new requests are still served while /ready refuses, so that balancers can notice; "
+        "--drain-timeout begins afterwards.",
+    )
 
 
 class ApiSettings(Settings):
@@ -55,6 +61,11 @@ class LimitSettings(Settings):
         30.0,
         gt=0,
         description="Seconds a client may leave a full connection unread; then its request is cancelled and the connection cut.",
+    )
+    sse_keep_alive: float = Field(
+        15.0,
+        ge=0,
+        description="Seconds of silence after which a stream gets a comment, which clients skip: no proxy takes it for dead then. 0: none.",
     )
 
 

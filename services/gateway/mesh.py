@@ -70,7 +70,8 @@ class Mesh:
         self.admission = Admission()
         self.metrics.watch(self._outstanding, self._window)
         self.book = book
-        self.draining = False
+        # From the order to leave on /ready refuses; `draining`, after the delay: requests are refused too.
+        self.leaving = self.draining = False
         self.open: set[OpenRequest] = set()
         self.started_unix_ns = clock.unix_ns()
         self._idle = asyncio.Event()
@@ -104,7 +105,7 @@ class Mesh:
         """Why new requests cannot be served now, the most telling first; empty when they can."""
         found = []
         window, facts, table = self.session.window, self.session.facts, self.tokenizers.table
-        if self.draining:
+        if self.leaving or self.draining:
             found.append(_unready(ErrorCode.DRAINING, "the server is shutting down"))
         if not self.session.up:
             # Why is in the log: what gRPC says of a broken connection names our own sockets.
@@ -127,8 +128,10 @@ class Mesh:
         return found
 
     def require_ready(self) -> None:
-        """Raises the first obstacle, a 503 with Retry-After."""
+        """Raises the first obstacle, a 503 with Retry-After. Leaving is none yet: balancers are being given time to notice."""
         for obstacle in self.obstacles():
+            if obstacle.code is ErrorCode.DRAINING and not self.draining:
+                continue
             raise TokenloomError(obstacle.code, f"The server cannot take requests now: {obstacle.message}", retry_after_ms=RETRY_AFTER_MS)
 
     def opened(self, request: OpenRequest) -> None:
@@ -145,7 +148,11 @@ class Mesh:
             self._idle.set()
 
     async def drain(self) -> None:
-        """Refuses new requests, lets the open ones end for drain_timeout seconds, then cancels them. Returns when all are over."""
+        """Refuses to be ready, after drain_delay seconds new requests too, lets the open ones end for drain_timeout seconds, then
+        cancels them. Returns when all are over.
+        """
+        self.leaving = True
+        await asyncio.sleep(self.config.drain_delay)
         self.draining = True
         if not self.open:
             return

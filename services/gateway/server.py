@@ -44,7 +44,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event) -> int:
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    _log.info("the gateway drains", open_requests=len(mesh.open), timeout_s=config.drain_timeout)
+    _log.info("the gateway drains", open_requests=len(mesh.open), delay_s=config.drain_delay, timeout_s=config.drain_timeout)
     await mesh.drain()
     server.should_exit = True
     await serving

@@ -64,6 +64,7 @@ async def test_a_drain_lets_streams_finish_and_refuses_new_requests(tmp_path):
         refused = await _until_503(client)
         assert refused.json()["error"]["code"] == "draining"
         assert refused.headers["retry-after"]
+        assert refused.headers["x-tokenloom-not-begun"]
         assert (await client.get("/health")).status_code == 200
         assert [reason["code"] for reason in (await client.get("/ready")).json()["reasons"]] == ["draining"]
         session.emit(submit.id, [*ids_of("finished"), EOS])
@@ -81,6 +82,57 @@ async def _until_503(client: httpx.AsyncClient) -> httpx.Response:
             if response.status_code == 503:
                 return response
             await asyncio.sleep(0.01)
+
+
+async def test_in_the_drain_delay_requests_are_served_on_connections_that_close_while_ready_already_refuses(tmp_path):
+    async with (
+        gateway_process(tmp_path, "--drain-delay=60") as (process, url, scheduler),
+        httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client,
+    ):
+        await _ready(client)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            while (ready := await client.get("/ready")).status_code == 200:
+                await asyncio.sleep(0.01)
+        assert [reason["code"] for reason in ready.json()["reasons"]] == ["draining"]
+        running = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
+        session, submit = await scheduler.submitted.get()
+        session.emit(submit.id, [*ids_of("served"), EOS])
+        session.emit(submit.id, [], ending=session.ending(submit.id))
+        response = await running
+        assert response.json()["choices"][0]["text"] == "served"
+        assert response.headers["connection"] == ready.headers["connection"] == "close"
+        process.send_signal(signal.SIGTERM)  # a second one waits for nothing
+        async with asyncio.timeout(10):
+            assert await process.wait() == 128 + signal.SIGTERM
+
+
+async def test_a_refusal_says_whether_another_gateway_may_be_asked_instead(tmp_path):
+    async with running_gateway(tmp_path) as gateway:
+        assert "x-tokenloom-not-begun" not in (await gateway.chat()).headers
+        assert "x-tokenloom-not-begun" not in (await gateway.chat(temperature=-1)).headers
+        gateway.mesh.leaving = gateway.mesh.draining = True
+        refused = await gateway.chat()
+        assert (refused.status_code, refused.headers["x-tokenloom-not-begun"]) == (503, "1")
+
+
+async def test_a_request_that_a_drain_cancels_does_not_say_that_it_was_not_begun(tmp_path):
+    async with running_gateway(tmp_path, FakeScheduler(silence), drain_timeout=0.0) as gateway:
+        running = asyncio.create_task(gateway.chat())
+        await gateway.scheduler.submitted.get()
+        await gateway.mesh.drain()
+        response = await running
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+        assert "x-tokenloom-not-begun" not in response.headers
+
+
+async def test_without_a_session_another_gateway_may_be_asked(tmp_path):
+    async with running_gateway(tmp_path) as gateway:
+        await gateway.scheduler.stop()
+        await until(lambda: not gateway.mesh.session.up)
+        refused = await gateway.chat()
+        assert refused.json()["error"]["code"] == "scheduler_unavailable"
+        assert refused.headers["x-tokenloom-not-begun"] == "1"
 
 
 async def test_what_does_not_finish_in_time_is_cancelled(tmp_path):

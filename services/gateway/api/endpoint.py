@@ -29,6 +29,11 @@ from services.gateway.wanted import Wanted
 # Characters; what the W3C recommendation asks everybody to carry.
 _MAX_TRACESTATE = 512
 
+# On a refusal: nothing of the request was begun here, and another gateway may well serve it. Envoy tries it there and takes the
+# header off (deploy/envoy/envoy.yaml); the same errors later on do not carry it, for then the request may be running.
+NOT_BEGUN = (b"x-tokenloom-not-begun", b"1")
+_ANOTHER_MAY_SERVE = (ErrorCode.DRAINING, ErrorCode.SCHEDULER_UNAVAILABLE)
+
 _log = get_logger("gateway.api")
 
 
@@ -73,8 +78,9 @@ class _Exchange:
         try:
             await self._answer()
         except (ClientGone, SlowReader):
-            record.status = record.status or 499
+            pass
         finally:
+            record.status = record.status or (200 if connection.started else 499)
             if self._generation is not None:
                 await self._generation.close()
             connection.close()
@@ -131,22 +137,18 @@ class _Exchange:
             await self._respond(200, await _collect(generation, writer))
 
     async def _stream(self, generation: Generation, writer: Writer, wanted: Wanted) -> None:
-        # Nothing is sent before the first tokens: until then an error still has its own status.
-        changes = await generation.changes()
-        self._record.status = 200
-        await self._connection.start_stream([*sse.HEADERS, *self._headers])
+        stream = sse.EventStream(self._connection, self._headers, self._mesh.config.sse_keep_alive)
+        changes = await stream.wait(generation.changes)
         data = b"".join(sse.event(chunk) for chunk in writer.opening(generation.choices))
         while True:
             data += _events(writer, changes, generation.choices)
             if generation.ended:
                 break
-            if data:
-                await self._connection.write(data)
-            changes, data = await generation.changes(), b""
+            await stream.write(data)
+            changes, data = await stream.wait(generation.changes), b""
         if wanted.include_usage:
             data += sse.event(writer.usage_chunk(generation.choices))
-        await self._connection.write(data + sse.DONE)
-        await self._connection.end()
+        await stream.end(data)
 
     async def _fail(self, error: TokenloomError) -> None:
         """Tells the client, in the stream if it has begun, and remembers."""
@@ -157,7 +159,10 @@ class _Exchange:
             await self._connection.write(sse.event(error_struct(error)) + sse.DONE)
             await self._connection.end()
             return
-        await self._respond(error.code.spec.http_status, error_body(error), error_headers(error))
+        headers = error_headers(error)
+        if self._generation is None and error.code in _ANOTHER_MAY_SERVE:
+            headers.append(NOT_BEGUN)
+        await self._respond(error.code.spec.http_status, error_body(error), headers)
 
     async def _respond(self, status: int, body: bytes, headers: Headers = ()) -> None:
         self._record.status = status
