@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from opentelemetry.sdk.resources import OTELResourceDetector
 
+from opentelemetry.sdk.resources import OTELResourceDetector
 
 from cli.child import ServiceSpec
 from cli.flags import SERVICES, ServeOptions, service_config
