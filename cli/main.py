@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 # The one lazy registry of the command line: what is imported for which command.
-_MODULES = {"serve": "cli.serve", "trace": "cli.trace"}
+_MODULES = {"serve": "cli.serve", "trace": "cli.trace", "model": "cli.model"}
 
 app = typer.Typer(name="tokenloom", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -51,6 +52,26 @@ def trace(
 ) -> None:
     """Show where one request's time went: its spans through all services, with gaps, shares and events."""
     raise typer.Exit(_module("trace").main(request_id, port=port, as_json=as_json))
+
+
+models = typer.Typer(no_args_is_help=True, help="Model files, without serving them.")
+app.add_typer(models, name="model")
+
+
+@models.command("import")
+def model_import(
+    model: Annotated[
+        str, typer.Argument(envvar="MODEL", help="A name below --models, or a hub id (org/name). Empty: the packaged SmolLM2.")
+    ] = "",
+    to: Annotated[Path, typer.Option(help="Where services find it: a link that is exchanged once the import is whole.")] = Path(
+        "/models/served"
+    ),
+    directory: Annotated[
+        Path | None, typer.Option("--models", envvar="MODELS_DIR", help="Directory of model directories and .gguf files.")
+    ] = None,
+) -> None:
+    """Import a model into a volume that services share. Without torch; does nothing where that model is there already."""
+    raise typer.Exit(_module("model").main(model, to=to, models=directory))
 
 
 def main() -> None:
