@@ -1,0 +1,1 @@
+"""Grafana's dashboard: `python -m tools.dashboard > deploy/grafana/dashboards/tokenloom.json`."""
