@@ -54,9 +54,16 @@ def _titles(spans: Sequence[StoredSpan]) -> dict[str, str]:
     numbers = {name: number for ids in listed if isinstance(ids, list) for number, name in enumerate(ids)}
     titles: dict[str, str] = {}
     for span in spans:
-        choice = numbers.get(span.attributes.get("tokenloom.request", ""), span.attributes.get("tokenloom.choice")) if numbers else None
-        titles[span.span_id] = span.name if choice is None else f"{span.name} [{choice}]"
+        choice = numbers.get(_request_of(span), span.attributes.get("tokenloom.choice")) if numbers else None
+        name = span.name.rpartition(".")[2] if "rpc.method" in span.attributes else span.name  # of package.Service/Method the last two
+        titles[span.span_id] = name if choice is None else f"{name} [{choice}]"
     return titles
+
+
+def _request_of(span: StoredSpan) -> str:
+    """The internal id of the one choice that a span is about; "" where it is about none or several."""
+    name = span.attributes.get("tokenloom.request_id")
+    return name if isinstance(name, str) else ""
 
 
 def _longest(span: StoredSpan, titles: dict[str, str]) -> int:

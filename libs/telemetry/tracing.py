@@ -87,6 +87,11 @@ def _is_valid_state(tracestate: str) -> bool:
     return len(members) == len(matches) == len({match[1] for match in matches}) <= _MAX_STATE_MEMBERS
 
 
+def log_ids(context: TraceParent) -> dict[str, str]:
+    """The fields by which a log line leads to its trace, and to the span it belongs to."""
+    return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
+
 def new_span_id() -> int:
     """A random non-zero 64-bit id."""
     return _random.getrandbits(64) or 1

@@ -165,7 +165,7 @@ class Generation:
         async with slots:
             try:
                 return await self._mesh.tokenizers.encode(
-                    prompt.request, timeout=self._remaining(), traceparent=str(self._record.context.child(self._record.tokenize_span))
+                    prompt.request, timeout=self._remaining(), trace=self._record.context.child(self._record.tokenize_span)
                 )
             except TokenloomError as error:
                 # The tokenizer knows one prompt, not which of several it is.

@@ -65,7 +65,7 @@ class Mesh:
         book = TicketBook(resume_timeout_ns=round(config.resume_timeout * 1e9), observer=_Observer(self.metrics, self.traffic))
         self.session = SchedulerSession(config.scheduler_address, instance, book, clock, self.metrics)
         self.tokenizers = TokenizerClient(
-            config.tokenizer_address, clock, self.metrics, self._wanted_tokenizer, patience=config.tokenizer_patience
+            config.tokenizer_address, clock, self.metrics, self._wanted_tokenizer, tracer=tracer, patience=config.tokenizer_patience
         )
         self.admission = Admission()
         self.metrics.watch(self._outstanding, self._window)

@@ -5,6 +5,8 @@ The stages of a request with one choice touch each other and add up to its root 
     tokenize | transport | queue | prefill | decode | transport | stream
     (parse, admit, encode: gateway) (gateway) (---- scheduler's ----) (gateway) (until the last byte)
 
+Below `tokenize` lies a client span for each attempt at a tokenizer (tokenizer_client.py), below that the tokenizer's own.
+
 Where a scheduler was lost on the way, `lost` lies before the first transport: all that came to nothing, until the last loss.
 queue, prefill and decode are emitted by the scheduler. The two transports lie between the two processes' clocks: where the
 scheduler's wall-clock instants do not fall into the gateway's, what its durations leave is split into halves.
@@ -68,6 +70,7 @@ class RequestRecord:
     parent_id: int
     started_ns: int
     started_mono: int
+    http: Mapping[str, AttributeValue] = field(default_factory=dict)
     wanted: Wanted | None = None
     status: int = 0
     error: TokenloomError | None = None
@@ -156,7 +159,6 @@ class RequestRecord:
             self._stage(tracer, "transport", hop.ended_ns, hop.returned_ns, {**where, "tokenloom.direction": "from_scheduler"})
         if hops:
             self._stage(tracer, "stream", max(hop.returned_ns for hop in hops), ended_ns, {})
-        failed = self.error is not None and self.error.code.spec.http_status >= 500
         tracer.emit(
             SpanRecord(
                 name=f"POST {self.route}",
@@ -165,8 +167,9 @@ class RequestRecord:
                 start_ns=self.started_ns,
                 end_ns=ended_ns,
                 attributes=self._attributes(),
+                events=[SpanEvent("first_token", self.first_token_mono + offset)] if self.first_token_mono else (),
                 kind=SpanKind.SERVER,
-                error=self.error.message if self.error is not None and failed else None,
+                error=self._failure,
                 remote_parent=self.parent_id != 0,
             )
         )
@@ -183,10 +186,15 @@ class RequestRecord:
                 start_ns=self.started_ns,
                 end_ns=tokenized,
                 attributes={"tokenloom.parse_us": parsed // 1000},
-                kind=SpanKind.CLIENT,
-                error=self.error.message if self.error is not None and not self.tokenized_ns else None,
+                error=None if self.tokenized_ns else self._failure,
             )
         )
+
+    @property
+    def _failure(self) -> str | None:
+        """What failed, where it was this server's fault: a client's mistake or departure makes no failed trace."""
+        failed = self.error is not None and self.error.code.spec.http_status >= 500
+        return self.error.message if self.error is not None and failed else None
 
     def _stage(
         self, tracer: Tracer, name: str, start: int, end: int, attributes: Mapping[str, AttributeValue], events: Sequence[SpanEvent] = ()
@@ -199,14 +207,15 @@ class RequestRecord:
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": self.operation,
             "gen_ai.response.id": self.response_id,
+            "gen_ai.provider.name": "tokenloom",
             "tokenloom.x_request_id": self.request_id,
-            "http.request.method": "POST",
+            **self.http,
             "http.route": self.route,
             "http.response.status_code": self.status,
             **self.sampling,
         }
         if self.wanted is not None:
-            attributes |= {"gen_ai.request.model": self.wanted.model, "tokenloom.stream": self.wanted.stream}
+            attributes |= _asked(self.wanted)
         if self.internal_ids:
             attributes["tokenloom.request_id"] = self.internal_ids[0] if len(self.internal_ids) == 1 else self.internal_ids
         if endings:
@@ -215,14 +224,30 @@ class RequestRecord:
                 "gen_ai.response.finish_reasons": [label_of(ending) for ending in endings],
                 "gen_ai.usage.input_tokens": tokens.prompt,
                 "gen_ai.usage.output_tokens": tokens.completion,
-                "tokenloom.cached_tokens": tokens.cached,
+                "gen_ai.usage.cache_read.input_tokens": tokens.cached,
                 "tokenloom.attempts": max(choice.ticket.attempt + 1 for choice in self.choices),
             }
+            if self.wanted is not None:
+                attributes["gen_ai.response.model"] = self.wanted.model
         if self.first_token_mono:
-            attributes["tokenloom.ttft_us"] = (self.first_token_mono - self.started_mono) // 1000
+            attributes["gen_ai.response.time_to_first_chunk"] = (self.first_token_mono - self.started_mono) / 1e9
         if self.error is not None:
             attributes["error.type"] = self.error.code.spec.label
         return attributes
+
+
+def _asked(wanted: Wanted) -> dict[str, AttributeValue]:
+    """What the client asked for that needs no model to be known. Of stop strings and prompts nothing: they are the client's text."""
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.request.model": wanted.model,
+        "gen_ai.request.stream": wanted.stream,
+        "gen_ai.output.type": "text",
+    }
+    if wanted.n != 1:
+        attributes["gen_ai.request.choice.count"] = wanted.n
+    if wanted.sampling.seed is not None:
+        attributes["gen_ai.request.seed"] = wanted.sampling.seed
+    return attributes
 
 
 def _count_choice(metrics: GatewayMetrics, choice: Choice, ending: scheduler_pb2.Ending, exemplar: dict[str, str] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,6 +14,8 @@ from libs.clock import Clock
 from libs.errors import ErrorCode, TokenloomError
 from libs.rpc import connect, error_of
 from libs.telemetry.logs import get_logger
+from libs.telemetry.rpc_spans import client_call
+from libs.telemetry.tracing import TraceParent, Tracer
 from libs.text.table import TextTable
 from services.gateway.metrics import GatewayMetrics
 from tokenloom.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
@@ -26,6 +29,7 @@ ENCODE_TIMEOUT = 60.0
 TABLE_RETRY = 0.25
 ENCODE_RETRY = 0.1
 
+_ENCODE = "tokenloom.tokenizer.v1.TokenizerService/Encode"
 _log = get_logger("gateway.tokenizer")
 _T = TypeVar("_T")
 
@@ -56,10 +60,11 @@ class TokenizerClient:
         metrics: GatewayMetrics,
         expected_fingerprint: Callable[[], str],
         *,
+        tracer: Tracer,
         patience: float = 0.0,
     ) -> None:
         self._replicas = [self._replica(address) for address in addresses]
-        self._clock, self._metrics, self._expected = clock, metrics, expected_fingerprint
+        self._clock, self._metrics, self._expected, self._tracer = clock, metrics, expected_fingerprint, tracer
         for address in addresses:
             metrics.tokenizer_failures.labels(address=address)  # a series from the start: see metrics.py
         self._turn = 0
@@ -82,22 +87,23 @@ class TokenizerClient:
         return any(state is not grpc.ChannelConnectivity.TRANSIENT_FAILURE for state in states)
 
     async def encode(
-        self, request: tokenizer_pb2.EncodeRequest, *, timeout: float | None, traceparent: str
+        self, request: tokenizer_pb2.EncodeRequest, *, timeout: float | None, trace: TraceParent | None
     ) -> tokenizer_pb2.EncodeResponse:
-        """Renders and encodes one prompt. `timeout` is in seconds (None: a minute).
+        """Renders and encodes one prompt. `timeout` is in seconds (None: a minute). Each attempt is a span below `trace`.
 
         Raises TokenloomError: what the tokenizer refused, TOKENIZER_BUSY when every replica's queue is full, TOKENIZER_UNAVAILABLE
         when none can be reached for longer than the patience, DEADLINE_EXCEEDED.
         """
-        metadata = (("traceparent", traceparent),) if traceparent else ()
-        began = self._clock.monotonic_ns()
+        began, attempts = self._clock.monotonic_ns(), itertools.count()
         limit_ns = began + round((ENCODE_TIMEOUT if timeout is None else timeout) * 1e9)
 
         async def call(replica: Replica) -> tokenizer_pb2.EncodeResponse:
             left = max((limit_ns - self._clock.monotonic_ns()) / 1e9, 0.001)
-            response: tokenizer_pb2.EncodeResponse = await replica.stub.Encode(request, timeout=left, metadata=metadata)  # type: ignore[misc]
-            if self.table is not None and response.tokenizer_fingerprint != self.table.fingerprint:
-                raise TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, f"the tokenizer at {replica.address} serves another tokenizer")
+            with client_call(self._tracer, self._clock, _ENCODE, replica.address, trace) as span:
+                span.attributes["tokenloom.attempt"] = next(attempts)
+                response: tokenizer_pb2.EncodeResponse = await replica.stub.Encode(request, timeout=left, metadata=span.metadata)  # type: ignore[misc]
+                if self.table is not None and response.tokenizer_fingerprint != self.table.fingerprint:
+                    raise TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, f"the tokenizer at {replica.address} serves another tokenizer")
             return response
 
         response = await self._patiently(call, min(began + self._patience_ns, limit_ns))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libs.clock import Clock
 from libs.telemetry.tracing import SpanEvent, SpanRecord, TraceParent, Tracer, new_span_id
 from services.scheduler.convert import WireTrace
-from services.scheduler.core.request import CancelReason, Ending, Request, RequestEvent
+from services.scheduler.core.request import CancelReason, Ending, Request, RequestEvent, Timeline
 from services.scheduler.core.stopping import FinishReason
 
 _QUEUE, _PREFILL, _DECODE = "queue", "prefill", "decode"
@@ -40,11 +42,12 @@ def emit(tracer: Tracer, trace: RequestTrace, request: Request, clock: Clock) ->
         stages.append((_PREFILL, trace.prefill_id, dispatched, first))
     if line.first_token_ns:
         stages.append((_DECODE, trace.decode_id, first, line.ended_ns))
-    happened = [*line.events, *_cancelled(request)]
+    waits = _waits(line)
+    happened = [(event, waits.get(index)) for index, event in enumerate([*line.events, *_cancelled(request)])]
     error = request.ending.error.message if request.ending and request.ending.error else None
     for index, (name, span_id, start, end) in enumerate(stages):
         last = index == len(stages) - 1
-        events = [_event(event, offset) for event in happened if start <= event.at_ns < end or (last and event.at_ns >= end)]
+        within = [(event, wait) for event, wait in happened if start <= event.at_ns < end or (last and event.at_ns >= end)]
         tracer.emit(
             SpanRecord(
                 name,
@@ -52,8 +55,8 @@ def emit(tracer: Tracer, trace: RequestTrace, request: Request, clock: Clock) ->
                 trace.parent.span_id,
                 start + offset,
                 end + offset,
-                attributes=_attributes(name, request),
-                events=events,
+                attributes=_attributes(name, request, waits),
+                events=[_event(event, offset, wait) for event, wait in within],
                 error=error if last else None,
                 remote_parent=True,
             )
@@ -70,12 +73,19 @@ def _cancelled(request: Request) -> list[RequestEvent]:
             return []
 
 
-def _attributes(stage: str, request: Request) -> dict[str, str | int]:
+def _attributes(stage: str, request: Request, waits: Mapping[int, int]) -> dict[str, str | int]:
     line = request.timeline
-    common: dict[str, str | int] = {"tokenloom.request": str(request.key), "tokenloom.attempt": request.attempt}
+    common: dict[str, str | int] = {"tokenloom.request_id": str(request.key), "tokenloom.attempt": request.attempt}
     if stage == _QUEUE:
-        waits = [event.detail for event in line.events if event.name == "waiting"]
-        return {**common, "tokenloom.wait_reason": waits[0] if waits else "none", "tokenloom.prompt_tokens": len(request.prompt_ids)}
+        queued = [index for index in waits if line.events[index].at_ns < (line.dispatched_ns or line.ended_ns)]
+        reasons = [(line.events[index].detail, waits[index]) for index in queued]
+        longest = max(reasons, key=lambda reason: reason[1], default=("none", 0))
+        return {
+            **common,
+            **_summed(reasons),
+            "tokenloom.wait_reason": longest[0],
+            "tokenloom.prompt_tokens": len(request.prompt_ids),
+        }
     if stage == _PREFILL:
         return {**common, "tokenloom.cached_tokens": request.cached_tokens, "tokenloom.chunks": line.chunks}
     ending = request.ending
@@ -89,10 +99,33 @@ def _attributes(stage: str, request: Request) -> dict[str, str | int]:
     }
 
 
-def _event(event: RequestEvent, offset: int) -> SpanEvent:
+def _waits(line: Timeline) -> dict[int, int]:
+    """How long each wait lasted (ns), by its event's index: until the next reason, the dispatch, the resumption or the end."""
+    ends = [event.at_ns if event.name in ("waiting", "resumed") else None for event in line.events]
+    found: dict[int, int] = {}
+    for index, event in enumerate(line.events):
+        if event.name == "waiting":
+            later = [line.ended_ns, *(end for end in ends[index + 1 :] if end is not None)]
+            if event.at_ns < line.dispatched_ns:
+                later.append(line.dispatched_ns)
+            found[index] = max(min(later) - event.at_ns, 0)
+    return found
+
+
+def _summed(reasons: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """Microseconds of waiting by reason, as attributes."""
+    sums: Counter[str] = Counter()
+    for reason, lasted in reasons:
+        sums[f"tokenloom.wait_us.{reason}"] += lasted // 1000
+    return dict(sums)
+
+
+def _event(event: RequestEvent, offset: int, waited_ns: int | None) -> SpanEvent:
     attributes: dict[str, str | int] = {}
     if event.detail:
         attributes["tokenloom.reason"] = event.detail
+    if waited_ns is not None:
+        attributes["tokenloom.wait_us"] = waited_ns // 1000
     if event.amount:
         attributes["tokenloom.tokens"] = event.amount
     return SpanEvent(event.name, event.at_ns + offset, attributes)

@@ -7,6 +7,8 @@ import sys
 from typing import Any
 
 import grpc
+import structlog
+from opentelemetry.util.types import AttributeValue
 
 from libs.blocks import BLOCK_SIZE
 from libs.clock import Clock, SystemClock
@@ -16,7 +18,8 @@ from libs.packing import count_ids, unpack_ids
 from libs.rpc import abort, listen, new_server
 from libs.telemetry.logs import get_logger
 from libs.telemetry.metrics import serve_metrics
-from libs.telemetry.tracing import SpanRecord, TraceParent, Tracer, new_span_id
+from libs.telemetry.rpc_spans import parent_of, server_call
+from libs.telemetry.tracing import Tracer, log_ids
 from libs.text.build import build_text_table
 from libs.text.decoding import IncrementalText
 from libs.text.table import TextTable
@@ -29,6 +32,7 @@ from tokenloom.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 # Ids decoded between two looks at the loop: about a millisecond.
 _DECODE_SLICE = 2048
+_ENCODE = "tokenloom.tokenizer.v1.TokenizerService/Encode"
 
 _log = get_logger("tokenizer")
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -62,19 +66,24 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: _Context) -> tokenizer_pb2.EncodeResponse:
         """See tokenizer.proto."""
-        began_ns, kind = self._clock.unix_ns(), request.WhichOneof("input") or "none"
+        kind = request.WhichOneof("input") or "none"
+        parent = parent_of(context.invocation_metadata())
         try:
-            response = await self._pool.encode(request)
+            with (
+                structlog.contextvars.bound_contextvars(**({} if parent is None else log_ids(parent))),
+                server_call(self._tracer, self._clock, _ENCODE, parent) as span,
+            ):
+                span.attributes["tokenloom.input"] = kind
+                response = await self._pool.encode(request)
+                span.attributes |= _encode_attributes(response)
         except TokenloomError as error:
             self._metrics.requests.labels(kind=kind, outcome=error.code.spec.label).inc()
-            self._emit_span(context, kind, began_ns, None, error)
             await abort(context, error)
         except asyncio.CancelledError:
             self._metrics.requests.labels(kind=kind, outcome=ErrorCode.CANCELLED.spec.label).inc()
             raise
         self._metrics.requests.labels(kind=kind, outcome="ok").inc()
         self._metrics.tokens.inc(count_ids(response.token_ids))
-        self._emit_span(context, kind, began_ns, response, None)
         return response
 
     async def Decode(self, request: tokenizer_pb2.DecodeRequest, context: _Context) -> tokenizer_pb2.DecodeResponse:
@@ -99,37 +108,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             await asyncio.sleep(0)  # a long text must not hold up the prompts of others
         return "".join([*parts, text.finish()])
 
-    def _emit_span(
-        self, context: _Context, kind: str, began_ns: int, response: tokenizer_pb2.EncodeResponse | None, error: TokenloomError | None
-    ) -> None:
-        if not self._tracer.enabled:
-            return
-        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        parent = TraceParent.parse(metadata.get("traceparent", ""), metadata.get("tracestate", ""))
-        if parent is None:
-            return
-        attributes: dict[str, str | int] = {"tokenloom.input": kind}
-        if response is not None:
-            attributes |= {
-                "tokenloom.prompt_tokens": count_ids(response.token_ids),
-                "tokenloom.queue_us": response.queue_us,
-                "tokenloom.render_us": response.render_us,
-                "tokenloom.encode_us": response.encode_us,
-            }
-        if error is not None:
-            attributes["error.type"] = error.code.spec.label
-        self._tracer.emit(
-            SpanRecord(
-                name="tokenize.encode",
-                context=parent.child(new_span_id()),
-                parent_id=parent.span_id,
-                start_ns=began_ns,
-                end_ns=self._clock.unix_ns(),
-                attributes=attributes,
-                error=error.message if error is not None else None,
-                remote_parent=True,
-            )
-        )
+
+def _encode_attributes(response: tokenizer_pb2.EncodeResponse) -> dict[str, AttributeValue]:
+    return {
+        "tokenloom.prompt_tokens": count_ids(response.token_ids),
+        "tokenloom.queue_us": response.queue_us,
+        "tokenloom.render_us": response.render_us,
+        "tokenloom.encode_us": response.encode_us,
+    }
 
 
 def encoder_command(config: TokenizerConfig) -> list[str]:

@@ -63,7 +63,7 @@ def _span(name: str, trace: TraceParent, stage: Stage, parent_id: int, request: 
         start_ns=stage.start_ns,
         end_ns=stage.end_ns,
         attributes={
-            "tokenloom.request": request,
+            "tokenloom.request_id": request,
             "tokenloom.device_time_us": stage.device_us,
             "tokenloom.steps": stage.steps,
             "tokenloom.tokens": stage.tokens,

@@ -347,7 +347,7 @@ async def test_the_trace_counts_as_usage_does(gateway):
     (root,) = [span for span in gateway.spans.finished if span.name.startswith("POST")]
     assert root.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] == 4
     assert root.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
-    assert root.attributes["tokenloom.cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert root.attributes["gen_ai.usage.cache_read.input_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
 
 
 async def test_openais_client_reads_n_choices(gateway):

@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanKind, StatusCode
 from tokenizers import Tokenizer
 
 from libs.blocks import block_hashes
@@ -182,10 +183,14 @@ async def test_each_encode_is_one_span_below_its_callers(tiny_llama_dir, tmp_pat
     await pool.close()
     tracer.shutdown()
     good, bad = exporter.spans
-    assert (good.name, good.context.trace_id, good.parent.span_id) == ("tokenize.encode", parent.trace_id, parent.span_id)
+    name = "tokenloom.tokenizer.v1.TokenizerService/Encode"
+    assert (good.name, good.context.trace_id, good.parent.span_id) == (name, parent.trace_id, parent.span_id)
+    assert (good.kind, good.attributes["rpc.method"], good.attributes["rpc.response.status_code"]) == (SpanKind.SERVER, name, "OK")
     assert good.attributes["tokenloom.prompt_tokens"] == 3
     assert good.end_time - good.start_time >= good.attributes["tokenloom.encode_us"] * 1000
     assert bad.attributes["error.type"] == "empty_prompt"
+    assert bad.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
+    assert bad.status.status_code is StatusCode.UNSET, "its caller's mistake"
     sample = metrics.registry.get_sample_value
     assert sample("tokenloom:tokenizer_requests_total", {"kind": "text", "outcome": "ok"}) == 2
     assert sample("tokenloom:tokenizer_requests_total", {"kind": "text", "outcome": "empty_prompt"}) == 1

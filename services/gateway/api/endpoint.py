@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 import structlog
+from opentelemetry.util.types import AttributeValue
 from starlette.types import Receive, Scope, Send
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.logs import get_logger
-from libs.telemetry.tracing import TraceParent
+from libs.telemetry.tracing import TraceParent, log_ids
 from services.gateway.api import sse
 from services.gateway.api.errors import error_body, error_headers, error_struct
 from services.gateway.api.writers import Finished, Writer
 from services.gateway.connection import ClientGone, Connection, Headers, SlowReader
 from services.gateway.endings import error_of_cancel
 from services.gateway.generate import Generation
+from services.gateway.http_attributes import http_attributes
 from services.gateway.mesh import Mesh
 from services.gateway.record import RequestRecord
 from services.gateway.request_id import HEADER, request_id_of
@@ -58,18 +60,18 @@ class GenerationEndpoint:
         """Serves one request."""
         config = self._mesh.config
         connection = Connection(scope, receive, send, max_body_bytes=config.max_body_bytes, slow_reader_timeout=config.slow_reader_timeout)
-        await _Exchange(self._mesh, self._api, connection).run()
+        await _Exchange(self._mesh, self._api, connection, http_attributes(scope)).run()
 
 
 class _Exchange:
     """One request and its response."""
 
-    def __init__(self, mesh: Mesh, api: Api, connection: Connection) -> None:
+    def __init__(self, mesh: Mesh, api: Api, connection: Connection, http: Mapping[str, AttributeValue]) -> None:
         self._mesh, self._api, self._connection = mesh, api, connection
-        self._record = _new_record(mesh, api, connection)
+        self._record = _new_record(mesh, api, connection, http)
         context, request_id = self._record.context, self._record.request_id
         self._headers: Headers = [(HEADER, request_id.encode()), (b"traceparent", str(context).encode())]
-        structlog.contextvars.bind_contextvars(request_id=request_id, trace_id=f"{context.trace_id:032x}")
+        structlog.contextvars.bind_contextvars(request_id=request_id, **log_ids(context))
         self._generation: Generation | None = None
 
     async def run(self) -> None:
@@ -196,12 +198,13 @@ def _require_json(connection: Connection) -> None:
         raise TokenloomError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "Content-Encoding is not supported: send the body as it is")
 
 
-def _new_record(mesh: Mesh, api: Api, connection: Connection) -> RequestRecord:
+def _new_record(mesh: Mesh, api: Api, connection: Connection, http: Mapping[str, AttributeValue]) -> RequestRecord:
     request_id = request_id_of(connection.header(HEADER))
     state = connection.header(b"tracestate")
     parent = TraceParent.parse(connection.header(b"traceparent"), state if len(state) <= _MAX_TRACESTATE else "")
     return RequestRecord(
         operation=api.operation,
+        http=http,
         route=api.route,
         request_id=request_id,
         response_id=f"{api.id_prefix}-{request_id}",

@@ -63,9 +63,9 @@ def choices():
     return [
         span(1, 0, "POST /v1/completions", "gateway", 0, 100, attributes={"tokenloom.request_id": ids, "gen_ai.response.id": "cmpl-1"}),
         span(2, 1, "transport", "gateway", 0, 10, attributes={"tokenloom.choice": 1}),
-        span(3, 1, "decode", "scheduler", 20, 100, attributes={"tokenloom.request": "a1:8"}),
-        span(4, 3, "worker.decode", "worker", 20, 99, attributes={"tokenloom.request": "a1:8"}),
-        span(5, 1, "decode", "scheduler", 20, 90, attributes={"tokenloom.request": "a1:7"}),
+        span(3, 1, "decode", "scheduler", 20, 100, attributes={"tokenloom.request_id": "a1:8"}),
+        span(4, 3, "worker.decode", "worker", 20, 99, attributes={"tokenloom.request_id": "a1:8"}),
+        span(5, 1, "decode", "scheduler", 20, 90, attributes={"tokenloom.request_id": "a1:7"}),
     ]
 
 

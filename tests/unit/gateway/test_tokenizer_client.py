@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 import pytest
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
 
 from libs.clock import SystemClock
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import unpack_ids
+from libs.telemetry.tracing import TraceParent, Tracer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tokenizer_client import TokenizerClient
 from tests.support.gateway_fakes import FakeTokenizer, ids_of
@@ -20,11 +25,18 @@ REQUEST = tokenizer_pb2.EncodeRequest(text="ab")
 
 
 @contextlib.asynccontextmanager
-async def replicas(tmp_path, count: int = 2, *, expected: str = "", patience: float = 0.0):
+async def replicas(tmp_path, count: int = 2, *, expected: str = "", patience: float = 0.0, exporters: Sequence[SpanExporter] = ()):
     """Running replicas and a client of them."""
     fakes = [FakeTokenizer() for _ in range(count)]
     addresses = [await fake.start(f"unix:{tmp_path}/{index}.sock") for index, fake in enumerate(fakes)]
-    client = TokenizerClient(addresses, SystemClock(), GatewayMetrics("m"), lambda: expected, patience=patience)
+    client = TokenizerClient(
+        addresses,
+        SystemClock(),
+        GatewayMetrics("m"),
+        lambda: expected,
+        tracer=Tracer("gateway", "g", exporters=exporters),
+        patience=patience,
+    )
     try:
         yield fakes, client
     finally:
@@ -34,7 +46,7 @@ async def replicas(tmp_path, count: int = 2, *, expected: str = "", patience: fl
 
 
 async def encode(client: TokenizerClient, timeout: float | None = 5) -> list[int]:
-    return unpack_ids((await client.encode(REQUEST, timeout=timeout, traceparent="")).token_ids)
+    return unpack_ids((await client.encode(REQUEST, timeout=timeout, trace=None)).token_ids)
 
 
 async def test_idle_replicas_take_turns(tmp_path):
@@ -170,14 +182,14 @@ async def test_a_replica_of_another_tokenizer_is_not_believed(tmp_path):
         client.table = fakes[0].table
         fakes[1].table = FakeTokenizer("0" * 64).table
         for _ in range(6):
-            response = await client.encode(REQUEST, timeout=5, traceparent="")
+            response = await client.encode(REQUEST, timeout=5, trace=None)
             assert response.tokenizer_fingerprint == fakes[0].table.fingerprint
         assert len(fakes[1].calls) == 1
 
 
 async def test_the_text_table_is_fetched_as_soon_as_somebody_has_it(tmp_path):
     fake = FakeTokenizer()
-    client = TokenizerClient([f"unix:{tmp_path}/late.sock"], SystemClock(), GatewayMetrics("m"), lambda: "")
+    client = TokenizerClient([f"unix:{tmp_path}/late.sock"], SystemClock(), GatewayMetrics("m"), lambda: "", tracer=Tracer("gateway", "g"))
     loading = asyncio.create_task(client.load_table())
     try:
         await asyncio.sleep(0.05)
@@ -193,5 +205,35 @@ async def test_the_text_table_is_fetched_as_soon_as_somebody_has_it(tmp_path):
 
 async def test_the_trace_context_travels_as_metadata(tmp_path):
     async with replicas(tmp_path, 1) as (fakes, client):
-        await client.encode(REQUEST, timeout=5, traceparent="00-" + "1" * 32 + "-" + "2" * 16 + "-01")
-        assert fakes[0].traceparents == ["00-" + "1" * 32 + "-" + "2" * 16 + "-01"]
+        await client.encode(REQUEST, timeout=5, trace=TraceParent(7, 8))
+        told = TraceParent.parse(fakes[0].traceparents[0])
+        assert told is not None
+        assert (told.trace_id, told.span_id == 8) == (7, False), "the attempt's own span is the tokenizer's parent"
+        await encode(client)
+        assert fakes[0].traceparents[1] == ""
+
+
+async def test_each_attempt_is_a_span_that_names_where_it_went_and_what_came_of_it(tmp_path):
+    spans = InMemorySpanExporter()
+    async with replicas(tmp_path, exporters=[spans]) as (fakes, client):
+        fakes[0].failure = fakes[1].failure = TokenloomError(ErrorCode.TOKENIZER_BUSY, "full")
+        with pytest.raises(TokenloomError, match="full"):
+            await client.encode(REQUEST, timeout=5, trace=TraceParent(7, 8))
+        await fakes[0].stop()
+        fakes[1].failure = None
+        while len(fakes[1].calls) < 2:  # until the turn begins with the dead one, or it has been asked alone
+            await client.encode(REQUEST, timeout=5, trace=TraceParent(9, 8))
+        await asyncio.to_thread(client._tracer.shutdown)
+    busy = [span for span in spans.get_finished_spans() if span.context.trace_id == 7]
+    assert [span.name for span in busy] == ["tokenloom.tokenizer.v1.TokenizerService/Encode"] * 2
+    assert {span.kind for span in busy} == {SpanKind.CLIENT}
+    assert {span.parent.span_id for span in busy} == {8}
+    assert [span.attributes["tokenloom.attempt"] for span in busy] == [0, 1]
+    assert {span.attributes["server.address"] for span in busy} == {f"{tmp_path}/0.sock", f"{tmp_path}/1.sock"}
+    assert {span.attributes["rpc.response.status_code"] for span in busy} == {"RESOURCE_EXHAUSTED"}
+    assert {span.status.status_code for span in busy} == {StatusCode.UNSET}
+    rest = [span for span in spans.get_finished_spans() if span.context.trace_id == 9]
+    for span in rest:
+        down = span.attributes["server.address"].endswith("0.sock")
+        assert span.attributes["rpc.response.status_code"] == ("UNAVAILABLE" if down else "OK")
+        assert span.status.status_code is (StatusCode.ERROR if down else StatusCode.UNSET)

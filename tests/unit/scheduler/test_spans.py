@@ -104,7 +104,29 @@ def test_why_it_waited_is_said_at_the_queue(state: SchedulerState, group: Group)
     request.timeline.events.insert(0, RequestEvent("waiting", 200, "no_slot"))
     queue = emitted(request)[0]
     assert dict(queue.attributes or {})["tokenloom.wait_reason"] == "no_slot"
-    assert [dict(event.attributes or {}) for event in queue.events] == [{"tokenloom.reason": "no_slot"}]
+    assert [dict(event.attributes or {}) for event in queue.events] == [{"tokenloom.reason": "no_slot", "tokenloom.wait_us": 0}]
+
+
+def test_each_reason_says_how_long_and_the_longest_is_named(state: SchedulerState, group: Group):
+    request = served(state, group)
+    line = request.timeline
+    line.received_ns, line.dispatched_ns, line.first_token_ns, line.ended_ns = 0, 1_000_000, 2_000_000, 3_000_000
+    waits = ((50_000, "no_blocks"), (100_000, "behind_another"), (600_000, "no_blocks"), (700_000, "no_slot"))
+    line.events[:] = [RequestEvent("waiting", at, reason) for at, reason in waits]
+    queue = emitted(request)[0]
+    attributes = {name: value for name, value in (queue.attributes or {}).items() if "wait" in name}
+    assert attributes == {
+        "tokenloom.wait_reason": "behind_another",
+        "tokenloom.wait_us.no_blocks": 150,
+        "tokenloom.wait_us.behind_another": 500,
+        "tokenloom.wait_us.no_slot": 300,
+    }
+    assert [(event.attributes or {})["tokenloom.wait_us"] for event in queue.events] == [50, 500, 100, 300]
+
+
+def test_a_request_that_waited_for_nothing_says_so(state: SchedulerState, group: Group):
+    attributes = dict(emitted(served(state, group))[0].attributes or {})
+    assert [(name, value) for name, value in attributes.items() if "wait" in name] == [("tokenloom.wait_reason", "none")]
 
 
 def test_a_preemption_is_an_event_of_the_decode(state: SchedulerState, group: Group):
