@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -31,6 +32,12 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # it died before the request was in place
         os._exit(1)
+
+
+def instance_name(service: str, configured: str) -> str:
+    """The configured name of this process, else one that tells it from its replicas: by pid, or by host in a container, where all are 1."""
+    pid = os.getpid()
+    return configured or f"{service}-{socket.gethostname() if pid == 1 else pid}"
 
 
 def run_service(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:

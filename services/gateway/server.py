@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 
+from libs import process
 from libs.clock import SystemClock
 from libs.errors import TokenloomError
 from libs.telemetry.logs import get_logger
@@ -20,8 +21,8 @@ _log = get_logger("gateway")
 
 
 def instance_name(config: GatewayConfig) -> str:
-    """The configured name, or one made of the process id."""
-    return config.instance or f"gateway-{os.getpid()}"
+    """The configured name, or one made for this process."""
+    return process.instance_name("gateway", config.instance)
 
 
 async def run(config: GatewayConfig, stop: asyncio.Event) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 
 from libs.config import parse
 from libs.errors import TokenloomError
-from libs.process import run_service
+from libs.process import instance_name, run_service
 from libs.telemetry.logs import configure, get_logger
 from services.tokenizer.config import TokenizerConfig
 from services.tokenizer.server import run
@@ -17,7 +16,7 @@ from services.tokenizer.server import run
 def main() -> int:
     """Parses the command line and serves until SIGTERM or SIGINT. Exit code 1: it could not start, and the log says why."""
     config = parse(TokenizerConfig, sys.argv[1:], prog="tokenizer")
-    config = config.model_copy(update={"instance": config.instance or f"tokenizer-{os.getpid()}"})
+    config = config.model_copy(update={"instance": instance_name("tokenizer", config.instance)})
     configure("tokenizer", config.instance, level=config.log_level, log_format=config.log_format)
 
     async def serve(stop: asyncio.Event) -> int:

@@ -9,6 +9,8 @@ import time
 import psutil
 import pytest
 
+from libs.process import instance_name
+
 SERVICE = """
 import asyncio, os, sys
 from libs.process import run_service
@@ -98,3 +100,14 @@ def test_a_service_started_by_hand_outlives_the_shell_that_started_it():
         parent.wait(20)
         assert service.is_running()
         service.kill()
+
+
+def test_a_process_is_named_by_its_pid_unless_it_is_told_its_name():
+    assert instance_name("worker", "") == f"worker-{os.getpid()}"
+    assert instance_name("worker", "left") == "left"
+
+
+def test_replicas_in_containers_have_different_names_although_all_of_them_are_pid_1(monkeypatch):
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    monkeypatch.setattr("socket.gethostname", lambda: "1adc58c9460c")
+    assert instance_name("worker", "") == "worker-1adc58c9460c"
