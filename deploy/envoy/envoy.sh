@@ -57,7 +57,9 @@ drain() {
 
 run() {
   # Without hot restart it needs no shared memory, and several may run on one machine.
-  envoy -c "$config" --disable-hot-restart --log-format '%v' "$@" &
+  local flags=(-c "$config" --disable-hot-restart)
+  [[ -n ${ENVOY_CONCURRENCY:-} ]] && flags+=(--concurrency "$ENVOY_CONCURRENCY")
+  envoy "${flags[@]}" "$@" &
   envoy=$!
   trap drain TERM INT
   # A signal ends `wait` early: what is left to wait for is Envoy itself.
