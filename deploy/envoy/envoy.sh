@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Envoy's life in a container: started, asked whether it is ready, drained. Needs bash alone (the image has no curl).
+# Envoy's life in a container: started, asked whether it is ready, drained. Needs bash and coreutils alone (the image has no curl).
 #
 #   envoy.sh run [ENVOY'S FLAGS]   starts Envoy; at SIGTERM or SIGINT drains it, then ends it. The container's entrypoint.
 #   envoy.sh ready                 exit code 0 while it takes new connections. A HEALTHCHECK, or an exec probe.
@@ -42,7 +42,7 @@ drain() {
   say "draining"
   admin POST /healthcheck/fail >/dev/null
   sleep "$drain_delay"
-  admin POST '/drain_listeners?skip_exit' >/dev/null
+  admin POST '/drain_listeners' >/dev/null
   local deadline=$((SECONDS + drain_timeout)) left
   while kill -0 "$envoy" 2>/dev/null && left=$(running) && ((left > 0)); do
     if ((SECONDS >= deadline)); then

@@ -1,0 +1,419 @@
+"""The project's Envoy configuration in the real Envoy, between real gateways and tokenizers that do what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from libs.errors import ErrorCode, TokenloomError
+from tests.support.envoy import LISTENERS, Envoy, differences, load, moved, running_envoy
+from tests.support.gateway_fakes import EOS, FakeScheduler, FakeTokenizer, ids_of, say, silence
+from tests.support.gateway_process import Gateway, running_gateway, until
+from tests.support.h2c import post
+from tests.support.mesh import free_port
+from tests.support.raw_http import RawClient
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@dataclass
+class Fleet:
+    """Envoy in front of two gateways, each with a scheduler of its own, and of two tokenizers."""
+
+    envoy: Envoy
+    gateways: list[Gateway]
+    tokenizers: list[FakeTokenizer]
+
+
+@contextlib.asynccontextmanager
+async def fleet(folder: Path, *, behaviour=None, document=None, **settings) -> AsyncIterator[Fleet]:
+    """Settings in capitals are Envoy's environment, the others the gateways'."""
+    environment = {name: value for name, value in settings.items() if name.isupper()}
+    config = {name: value for name, value in settings.items() if name not in environment}
+    ports = {name: free_port() for name in (*LISTENERS, "admin")}
+    tokenizers = [FakeTokenizer() for _ in range(2)]
+    async with contextlib.AsyncExitStack() as stack:
+        addresses = []
+        for tokenizer in tokenizers:
+            addresses.append(await tokenizer.start("127.0.0.1:0"))
+            stack.push_async_callback(tokenizer.stop)
+            await tokenizer.server.set_ready(True)
+        gateways = []
+        for index in range(2):
+            (folder / str(index)).mkdir()
+            through = [f"127.0.0.1:{ports['tokenizers']}"]
+            gateway = running_gateway(
+                folder / str(index),
+                FakeScheduler(behaviour),
+                tokenizer_address=through,
+                wait_ready=False,
+                **config,
+            )
+            gateways.append(await stack.enter_async_context(gateway))
+        behind = [int(address.rpartition(":")[2]) for address in addresses]
+        envoy = await stack.enter_async_context(
+            running_envoy(folder, [gateway.port for gateway in gateways], behind, document=document, ports=ports, **environment)
+        )
+        await envoy.until_healthy("tokenizer", 2)
+        await envoy.until_healthy("gateway", 2)
+        yield Fleet(envoy, gateways, tokenizers)
+
+
+@pytest.fixture
+async def running(tmp_path):
+    async with fleet(tmp_path) as found:
+        yield found
+
+
+def test_what_runs_here_differs_from_what_is_deployed_in_hosts_and_ports_alone():
+    document = load()
+    ports = {name: 10_000 + index for index, name in enumerate((*LISTENERS, "admin"))}
+    backends = {"gateway": [1, 2], "tokenizer": [3, 4], "otel-collector": [5]}
+    for path in differences(document, moved(document, ports, backends)):
+        assert re.search(r"\.address\.socket_address\.(address|port_value)$|\.lb_endpoints$", path), path
+
+
+async def test_a_request_passes_both_ways_with_its_id(running):
+    async with running.envoy.client() as client:
+        response = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine-1"})
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["message"]["content"] == "hello"
+        assert response.headers["x-request-id"] == "mine-1"
+        other = await client.post("/v1/chat/completions", json=CHAT)
+    assert re.fullmatch(r"[0-9a-f-]{36}", other.headers["x-request-id"])
+    assert "server" not in other.headers
+
+
+async def submitted(running: Fleet):
+    """The next submit, whichever gateway it came through: its number, session and submit."""
+    waits = [asyncio.create_task(gateway.scheduler.submitted.get()) for gateway in running.gateways]
+    done, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+    for other in others:
+        other.cancel()
+    (first,) = done
+    return waits.index(first), *first.result()
+
+
+async def begin(running: Fleet, text: str):
+    """Answers the next submit with `text`; its session and submit."""
+    _, session, submit = await submitted(running)
+    session.emit(submit.id, ids_of(text))
+    return session, submit
+
+
+def finish(session, submit, text: str) -> None:
+    session.emit(submit.id, [*ids_of(text), EOS])
+    session.emit(submit.id, [], ending=session.ending(submit.id))
+
+
+def refuse(gateway: Gateway, refusals: list[int]) -> None:
+    """Makes a gateway refuse requests as one that drains, though its /ready does not say so yet."""
+
+    def refused() -> None:
+        refusals.append(1)
+        raise TokenloomError(ErrorCode.DRAINING, "leaving")
+
+    gateway.mesh.require_ready = refused
+
+
+# ---------------------------------------------------------------------------------------------------------------- the edge
+
+
+async def test_a_stream_arrives_as_it_is_written_over_http_1_and_http_2(tmp_path):
+    async with fleet(tmp_path, behaviour=silence) as running, running.envoy.client() as client:
+        first = asyncio.create_task(begin(running, "begun"))
+        async with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
+            session, submit = await first
+            lines = response.aiter_lines()
+            for letter in "abc":  # each is read before the next one is written
+                session.emit(submit.id, ids_of(letter))
+                while f'"text":"{letter}"' not in await anext(lines):
+                    pass
+            finish(session, submit, "")
+        asked = asyncio.create_task(post(running.envoy.ports["edge"], "/v1/completions", b'{"prompt": "a", "stream": true}'))
+        _, session, submit = await submitted(running)
+        session.emit(submit.id, ids_of("x"))
+        finish(session, submit, "y")
+        answer = await asked
+    assert answer.ok
+    assert b"".join(answer.parts).endswith(b"data: [DONE]\n\n")
+
+
+async def test_running_requests_are_spread_evenly(tmp_path):
+    async with fleet(tmp_path, behaviour=silence) as running, running.envoy.client() as client:
+        asked, taken = [], []
+        for _ in range(6):
+            asked.append(asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"})))
+            taken.append(await submitted(running))
+        assert sorted(number for number, *_ in taken) == [0, 0, 0, 1, 1, 1]
+        for _, session, submit in taken:
+            finish(session, submit, "done")
+        assert {response.status_code for response in await asyncio.gather(*asked)} == {200}
+
+
+async def test_what_a_leaving_gateway_refuses_is_tried_elsewhere_and_the_client_sees_nothing_of_it(running):
+    refusals: list[int] = []
+    refuse(running.gateways[0], refusals)
+    async with running.envoy.client() as client:
+        while len(refusals) < 3:
+            response = await client.post("/v1/completions", json={"prompt": "a" * 400})
+            assert response.status_code == 200, response.text
+            assert "x-tokenloom-not-begun" not in response.headers
+
+
+async def test_where_all_refuse_the_client_gets_what_the_gateway_said(running):
+    refusals: list[int] = []
+    for gateway in running.gateways:
+        refuse(gateway, refusals)
+    async with running.envoy.client() as client:
+        response = await client.post("/v1/completions", json={"prompt": "a"})
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "leaving")
+    assert response.headers["retry-after"]
+    assert "x-tokenloom-not-begun" not in response.headers
+    assert len(refusals) == 3  # the first try and two more
+
+
+async def test_where_none_is_ready_the_gateway_s_reason_reaches_the_client(running):
+    for gateway in running.gateways:
+        gateway.scheduler.set_window(max_outstanding=1, ready=False, not_ready_reason="the model is loading")
+    await running.envoy.until_healthy("gateway", 0)
+    async with running.envoy.client() as client:
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        ready = await client.get("/ready")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_worker")
+    assert "the model is loading" in response.json()["error"]["message"]
+    assert ready.status_code == 503
+
+
+async def test_a_request_whose_gateway_is_lost_is_not_computed_a_second_time(tmp_path):
+    async with fleet(tmp_path, behaviour=silence) as running, running.envoy.client() as client:
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "lost-1"}))
+        number, *_ = await submitted(running)
+        for connection in list(running.gateways[number].server.server_state.connections):
+            connection.transport.abort()
+        response = await asked
+        assert (response.status_code, response.json()["error"]["code"]) == (502, "upstream_lost")
+        assert response.headers["x-request-id"] == "lost-1"
+        assert all(gateway.scheduler.submitted.empty() for gateway in running.gateways)
+
+
+async def test_a_gateway_that_leaves_is_left_out_before_it_refuses(tmp_path):
+    async with fleet(tmp_path, behaviour=say("hello")) as running, running.envoy.client() as client:
+        running.gateways[0].mesh.leaving = True
+        for _ in range(10):
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        await running.envoy.until_healthy("gateway", 1)
+        served = running.gateways[0].scheduler.submitted.qsize()
+        for _ in range(10):
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert running.gateways[0].scheduler.submitted.qsize() == served
+
+
+async def test_what_clients_or_the_mesh_do_wrong_ejects_no_gateway(tmp_path):
+    def failing(code: ErrorCode):
+        return say("x", reason=5, eos=False, error={"code": code.spec.code, "message": "no"})
+
+    async with fleet(tmp_path, behaviour=failing(ErrorCode.INTERNAL)) as running, running.envoy.client() as client:
+        failed = [await client.post("/v1/chat/completions", json=CHAT) for _ in range(20)]
+        wrong = [await client.post("/v1/chat/completions", json={}) for _ in range(20)]
+        seen = running.envoy.metrics()
+    assert {response.status_code for response in failed} == {500}
+    assert {response.status_code for response in wrong} == {400}
+    assert seen['envoy_cluster_outlier_detection_ejections_active{envoy_cluster_name="gateway"}'] == 0
+    assert seen['envoy_cluster_membership_healthy{envoy_cluster_name="gateway"}'] == 2
+
+
+async def test_what_envoy_answers_itself_has_openai_s_shape(running):
+    async with running.envoy.client() as client:
+        long = await client.post("/v1/chat/completions", json=CHAT, headers={"x-long": "x" * 40_000})
+        hidden = await client.get("/metrics", headers={"x-request-id": "mine-2"})
+    assert (long.status_code, long.json()["error"]["code"]) == (431, "headers_too_large")
+    assert hidden.json() == {
+        "error": {"message": "This path does not exist", "type": "invalid_request_error", "param": None, "code": "not_found"}
+    }
+    assert (hidden.status_code, hidden.headers["x-request-id"]) == (404, "mine-2")
+    async with RawClient(running.envoy.ports["edge"]) as raw:
+        await raw.send(b"this is not HTTP\r\n\r\n")
+        answer = await raw.read_to_end()
+    assert b"400 Bad Request" in answer
+
+
+async def test_without_any_gateway_the_client_is_told_so_and_when_to_come_back(tmp_path):
+    async with running_envoy(tmp_path, [free_port()], [free_port()]) as envoy, envoy.client() as client:
+        response = await client.post("/v1/chat/completions", json=CHAT)
+    assert response.status_code == 503
+    assert response.json() == {
+        "error": {"message": "No server can take requests now", "type": "service_unavailable_error", "param": None, "code": "unavailable"}
+    }
+    assert response.headers["retry-after"] == "1"
+
+
+async def test_the_gateway_s_own_refusals_pass_unchanged(tmp_path):
+    async with fleet(tmp_path, max_body_bytes=200_000) as running, running.envoy.client() as client:
+        response = await client.post("/v1/completions", json={"prompt": "a" * 3_000_000})
+        direct = await running.gateways[0].client.post("/v1/completions", json={"prompt": "a" * 3_000_000})
+    assert response.status_code == direct.status_code == 413
+    assert response.json() == direct.json()
+
+
+# ------------------------------------------------------------------------------------------------------------ time limits
+
+
+def impatient() -> dict:
+    """The configuration with the waits that a test cannot wait for made short."""
+    document = load()
+    manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager |= {"stream_idle_timeout": "1s", "request_headers_timeout": "0.3s", "request_timeout": "0.5s"}
+    return document
+
+
+async def test_comments_carry_a_silent_stream_past_the_idle_timeout(tmp_path):
+    async with fleet(tmp_path, behaviour=silence, document=impatient(), sse_keep_alive=0.1) as running, running.envoy.client() as client:
+        asked = client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True})
+        async with asked as response:
+            _, session, submit = await submitted(running)
+            lines, comments = response.aiter_lines(), 0
+            while comments < 25:  # two and a half idle timeouts
+                comments += await anext(lines) == ": keep-alive"
+            finish(session, submit, "alive")
+            rest = [line async for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    assert '"content":"alive"' in "".join(rest)
+
+
+async def test_without_comments_the_idle_timeout_ends_it(tmp_path):
+    async with fleet(tmp_path, behaviour=silence, document=impatient(), sse_keep_alive=0) as running, running.envoy.client() as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+        for gateway in running.gateways:
+            await gateway.until_idle()  # it has noticed that its client left
+
+
+async def test_headers_and_bodies_that_come_by_the_drop_are_cut_off(tmp_path):
+    async with fleet(tmp_path, document=impatient()) as running:
+        async with RawClient(running.envoy.ports["edge"]) as raw:
+            await raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: t\r\nX-Slow")
+            headers = await raw.read_to_end()
+        async with RawClient(running.envoy.ports["edge"]) as raw:
+            await raw.send(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+            )
+            body = await raw.read_to_end()
+        for gateway in running.gateways:
+            await until(lambda gateway=gateway: not gateway.mesh.open)
+    for answer in (headers, body):
+        assert answer.startswith(b"HTTP/1.1 408 "), answer
+        assert b'"code":"request_timeout"' in answer
+
+
+# -------------------------------------------------------------------------------------------------------------- tokenizers
+
+
+@pytest.mark.parametrize("code", [ErrorCode.UNAVAILABLE, ErrorCode.TOKENIZER_BUSY])
+async def test_a_tokenizer_that_fails_or_is_full_costs_no_request(running, code):
+    running.tokenizers[0].failure = TokenloomError(code, "not here")
+    async with running.envoy.client() as client:
+        while len(running.tokenizers[0].calls) < 5:
+            response = await client.post("/v1/chat/completions", json=CHAT)
+            assert response.status_code == 200, response.text
+
+
+async def test_where_all_tokenizers_are_full_the_client_is_told_to_come_back(running):
+    for tokenizer in running.tokenizers:
+        tokenizer.failure = TokenloomError(ErrorCode.TOKENIZER_BUSY, "256 prompts wait already", retry_after_ms=7000)
+    async with running.envoy.client() as client:
+        response = await client.post("/v1/chat/completions", json=CHAT)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    assert response.json()["error"]["message"] == "256 prompts wait already"
+
+
+async def test_what_a_tokenizer_refuses_keeps_its_details_and_is_asked_once(running):
+    async with running.envoy.client() as client:
+        response = await client.post("/v1/completions", json={"prompt": ""})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "empty_prompt")
+    assert response.json()["error"]["param"] == "prompt"
+    assert sum(len(tokenizer.calls) for tokenizer in running.tokenizers) == 1
+
+
+async def test_calls_go_to_the_idle_tokenizer(running):
+    running.tokenizers[0].gate.clear()
+    async with running.envoy.client() as client:
+        held = []
+        while not running.tokenizers[0].calls:
+            held.append(asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)))
+            await asyncio.sleep(0.02)
+        before = len(running.tokenizers[1].calls)
+        for _ in range(10):
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert (len(running.tokenizers[0].calls), len(running.tokenizers[1].calls) - before) == (1, 10)
+        running.tokenizers[0].gate.set()
+        assert {response.status_code for response in await asyncio.gather(*held)} == {200}
+
+
+async def test_a_caller_s_deadline_reaches_the_tokenizer(running):
+    for tokenizer in running.tokenizers:
+        tokenizer.gate.clear()
+    async with running.envoy.client() as client:
+        response = await client.post("/v1/chat/completions", json={**CHAT, "timeout": 0.3})
+    assert response.status_code == 504
+    await until(lambda: sum(tokenizer.cancelled for tokenizer in running.tokenizers) == 1)
+
+
+async def test_a_drained_tokenizer_gets_no_more_calls(running):
+    await running.tokenizers[0].server.set_ready(False)
+    await running.envoy.until_healthy("tokenizer", 1)
+    before = len(running.tokenizers[0].calls)
+    async with running.envoy.client() as client:
+        for _ in range(10):
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+    assert len(running.tokenizers[0].calls) == before
+
+
+# ------------------------------------------------------------------------------------------------------- Envoy's own end
+
+
+async def test_a_drain_of_envoy_lets_streams_end_and_takes_no_new_connections(tmp_path):
+    async with fleet(tmp_path, behaviour=silence) as running, running.envoy.client() as client:
+        first = asyncio.create_task(begin(running, "begun, "))
+        async with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
+            session, submit = await first
+            lines = response.aiter_lines()
+            running.envoy.term()
+            await until_refused(running.envoy)
+            assert running.envoy.process.poll() is None
+            finish(session, submit, "finished")
+            rest = [line async for line in lines if line.startswith("data: ")]
+        assert rest[-1] == "data: [DONE]"
+        assert '"text":"finished"' in "".join(rest)
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(running.envoy.process.wait) == 0
+
+
+async def until_refused(envoy: Envoy) -> None:
+    """Waits until nobody listens at the edge any more. Until then whoever connects is served."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", envoy.ports["edge"])
+            except ConnectionRefusedError:
+                return
+            writer.close()
+            await asyncio.sleep(0.05)
+
+
+async def test_a_request_that_does_not_end_holds_envoy_for_its_timeout_alone(tmp_path):
+    async with fleet(tmp_path, behaviour=silence, ENVOY_DRAIN_DELAY="0", ENVOY_DRAIN_TIMEOUT="1") as running:
+        envoy = running.envoy
+        async with RawClient(envoy.ports["edge"]) as raw:
+            await raw.post("/v1/completions", {"prompt": "a"})
+            await submitted(running)
+            envoy.term()
+            async with asyncio.timeout(20):
+                assert await asyncio.to_thread(envoy.process.wait) == 0
+        assert "the time to drain is over, running requests: 1" in envoy.log.read_text()
