@@ -16,6 +16,7 @@ from pydantic_settings import CliPositionalArg
 from rich.console import Console
 from rich.table import Table
 
+from cli.trace_settings import TraceKeepingSettings
 from libs.config import CommonConfig, ConfigT, ServiceConfig
 from libs.errors import ErrorCode, TokenloomError
 from services.gateway.config import GatewayConfig
@@ -35,7 +36,7 @@ DECIDED = frozenset({"listen", "store", "instance", "model", "uds", "metrics_hos
 }
 
 
-class ServeOptions(CommonConfig):
+class ServeOptions(TraceKeepingSettings, CommonConfig):
     """Serves a model on this machine: gateway, scheduler, worker and tokenizer, each its own process."""
 
     model: CliPositionalArg[str] = Field("", description="Model directory, .gguf file or hub id. None: SmolLM2-135M-Instruct.")

@@ -17,6 +17,7 @@ from cli.child import ServiceSpec
 from cli.flags import SERVICES, ServeOptions, service_config
 from cli.ports import choose
 from cli.rundir import RunDirectory
+from cli.trace_settings import TraceKeepingSettings
 from libs.config import ServiceConfig, to_args, to_text
 from libs.telemetry.otel_environment import read_environment
 from libs.models.catalog import DEFAULT_MODEL
@@ -122,4 +123,5 @@ def _service_name(name: str) -> dict[str, str]:
 def _traces(options: ServeOptions, log_format: str, run_directory: RunDirectory) -> ServiceSpec:
     flags = (f"--listen={run_directory.socket('traces')}", f"--database={run_directory.path / 'traces.db'}")
     logs = (f"--log-level={options.log_level}", f"--log-format={log_format}")
-    return ServiceSpec("traces", (sys.executable, "-P", "-m", "cli.trace_receiver", *flags, *logs), essential=False)
+    keeping = to_args(options, list(TraceKeepingSettings.model_fields))
+    return ServiceSpec("traces", (sys.executable, "-P", "-m", "cli.trace_receiver", *flags, *logs, *keeping), essential=False)

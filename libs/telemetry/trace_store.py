@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,10 @@ class StoredEvent:
 
 @dataclass(frozen=True, slots=True)
 class StoredSpan:
-    """A finished span. Ids are lower-case hex (32 and 16 digits); `parent_id` "" makes a root. Instants are Unix nanoseconds."""
+    """A finished span. Ids are lower-case hex (32 and 16 digits); `parent_id` "" makes a root. Instants are Unix nanoseconds.
+
+    `kind` is OpenTelemetry's: internal, server, client, producer, consumer.
+    """
 
     trace_id: str
     span_id: str
@@ -61,6 +65,7 @@ class StoredSpan:
     events: Sequence[StoredEvent] = ()
     instance: str = ""
     error: str | None = None
+    kind: str = "internal"
 
     def request_ids(self) -> list[str]:
         """The names of the request that this span carries; of a request of several choices, each choice's internal id too."""
@@ -101,11 +106,22 @@ class TraceStore:
 
     def add(self, spans: Iterable[StoredSpan]) -> None:
         """Stores spans in one transaction, then deletes the oldest traces beyond the bounds."""
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
+        with self._transaction():
             for span in spans:
                 self._add(span)
             self._prune()
+
+    def delete(self, trace_ids: Iterable[str]) -> None:
+        """Deletes traces in one transaction; one that is not there is ignored."""
+        with self._transaction():
+            for trace_id in trace_ids:
+                self._delete(trace_id)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            yield
             self._connection.execute("COMMIT")
         except sqlite3.Error as error:
             if self._connection.in_transaction:
@@ -127,9 +143,12 @@ class TraceStore:
         count, size = self._connection.execute("SELECT count(*), coalesce(sum(bytes), 0) FROM traces").fetchone()
         while count > 1 and (count > self._max_traces or size > self._max_bytes):
             trace_id, freed = self._connection.execute("SELECT trace_id, bytes FROM traces ORDER BY sequence LIMIT 1").fetchone()
-            for table in ("spans", "request_ids", "traces"):
-                self._connection.execute(f"DELETE FROM {table} WHERE trace_id = ?", (trace_id,))
+            self._delete(trace_id)
             count, size = count - 1, size - freed
+
+    def _delete(self, trace_id: str) -> None:
+        for table in ("spans", "request_ids", "traces"):
+            self._connection.execute(f"DELETE FROM {table} WHERE trace_id = ?", (trace_id,))
 
 
 class TraceReader:

@@ -12,13 +12,15 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from libs.telemetry.trace_store import StoredEvent, StoredSpan, TraceStore, TraceStoreError
+from libs.telemetry.trace_keeping import SpanSink
+from libs.telemetry.trace_store import StoredEvent, StoredSpan, TraceStoreError
 
 MAX_EXPORT_BYTES = 16 * 1024 * 1024
 # Exports that wait for the one writer; a further one gets RESOURCE_EXHAUSTED, and its exporter tries again or drops.
 MAX_WAITING_EXPORTS = 16
 # OTLP's instants are unsigned, SQLite's integers are not.
 _MAX_INTEGER = 2**63 - 1
+_KINDS = {number: name.removeprefix("SPAN_KIND_").lower() for name, number in trace_pb2.Span.SpanKind.items() if number}
 
 
 def convert(resource_spans: Iterable[trace_pb2.ResourceSpans]) -> Iterator[StoredSpan]:
@@ -45,6 +47,7 @@ def _span(span: trace_pb2.Span, resource: dict[str, Any]) -> StoredSpan:
         events=tuple(StoredEvent(event.name, event.time_unix_nano, _attributes(event.attributes)) for event in span.events),
         instance=str(resource.get("service.instance.id", "")),
         error=(span.status.message or "error") if failed else None,
+        kind=_KINDS.get(span.kind, "internal"),
     )
 
 
@@ -67,9 +70,9 @@ def _value(value: common_pb2.AnyValue) -> Any:
 
 
 class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """OTLP's TraceService.Export into a TraceStore."""
+    """OTLP's TraceService.Export into a store, or what stands before one."""
 
-    def __init__(self, store: TraceStore) -> None:
+    def __init__(self, store: SpanSink) -> None:
         self._store = store
         self._lock = threading.Lock()
 
@@ -83,7 +86,7 @@ class TraceReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
-def serve_traces(store: TraceStore, address: str) -> grpc.Server:
+def serve_traces(store: SpanSink, address: str) -> grpc.Server:
     """Starts a receiver on `address` ("unix:/path" or "host:port"), with one thread. Raises OSError when it cannot be bound."""
     server = grpc.server(
         ThreadPoolExecutor(max_workers=1, thread_name_prefix="otlp"),
