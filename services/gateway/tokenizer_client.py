@@ -25,8 +25,10 @@ CIRCUIT_OPEN = (0.25, 0.5, 1.0, 2.0, 5.0)
 # Seconds. Unary calls of the client itself (table, describe); encode calls have the request's deadline or ENCODE_TIMEOUT.
 CONTROL_TIMEOUT = 10.0
 ENCODE_TIMEOUT = 60.0
-# Seconds between attempts to get the text table, and between those of an encode while no replica can be reached.
+# Seconds between attempts to get the text table, between looks at whether it is still the one that is wanted, and between attempts of
+# an encode while no replica can be reached.
 TABLE_RETRY = 0.25
+TABLE_LOOK = 1.0
 ENCODE_RETRY = 0.1
 
 _ENCODE = "tokenloom.tokenizer.v1.TokenizerService/Encode"
@@ -137,7 +139,8 @@ class TokenizerClient:
             wanted = self._expected()
             if self.table is None or (wanted and wanted != self.table.fingerprint):
                 await self._try_table(wanted)
-            await asyncio.sleep(TABLE_RETRY)
+            wanted = self._expected()
+            await asyncio.sleep(TABLE_LOOK if self.table is not None and wanted in ("", self.table.fingerprint) else TABLE_RETRY)
 
     async def _try_table(self, wanted: str) -> None:
         async def call(replica: Replica) -> TextTable:
