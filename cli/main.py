@@ -49,9 +49,13 @@ def trace(
     request_id: Annotated[str, typer.Argument(help="A response's id (chatcmpl-...), its x-request-id, or a trace id.")],
     port: Annotated[int, typer.Option(envvar="TOKENLOOM_PORT", help="Port of the mesh whose traces are read.")] = 8000,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the waterfall.")] = False,
+    jaeger: Annotated[
+        str, typer.Option(envvar=["TOKENLOOM_JAEGER", "JAEGER"], help="URL of a Jaeger to ask instead (http://localhost:16686).")
+    ] = "",
+    svg: Annotated[Path | None, typer.Option(help="Draw the waterfall into this file instead.", dir_okay=False)] = None,
 ) -> None:
     """Show where one request's time went: its spans through all services, with gaps, shares and events."""
-    raise typer.Exit(_module("trace").main(request_id, port=port, as_json=as_json))
+    raise typer.Exit(_module("trace").main(request_id, port=port, as_json=as_json, jaeger=jaeger, svg=svg))
 
 
 models = typer.Typer(no_args_is_help=True, help="Model files, without serving them.")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import count_ids
 from libs.telemetry.logs import get_logger
-from libs.telemetry.tracing import TraceParent
+from libs.telemetry.tracing import TraceParent, log_ids
 from services.scheduler import convert
 from services.scheduler.convert import SubmitRules
 from services.scheduler.core.plan import Effects
@@ -25,6 +25,11 @@ from services.scheduler.spans import RequestTrace
 from tokenloom.scheduler.v1 import scheduler_pb2
 
 log = get_logger(__name__)
+
+
+def _trace_of(parent: TraceParent | None) -> dict[str, str]:
+    """What leads from a log line about a submit to its trace."""
+    return log_ids(parent) if parent is not None else {}
 
 
 class Intake:
@@ -81,18 +86,19 @@ class Intake:
             raise TokenloomError(code, reason, retry_after_ms=1000)
         now = self._clock.monotonic_ns()
         key = RequestKey(session.gateway, submit.id)
+        parent = TraceParent.parse(submit.trace.traceparent, submit.trace.tracestate)
         live = state.requests.get(key)
         if live is not None:
             if submit.attempt <= live.attempt:
-                log.warning("submit of a live request ignored", request=str(key), attempt=submit.attempt)
+                log.warning("submit of a live request ignored", request=str(key), attempt=submit.attempt, **_trace_of(parent))
                 return
             self._cancel(key, CancelReason.SESSION_LOST)
             session.outbox.deltas.pop(submit.id, None)  # of the older attempt; the new one begins where the gateway says
         request, stop = self._read(session, submit, rules, state.next_arrival(), now)
         state.accept(request)
-        parent = TraceParent.parse(submit.trace.traceparent, submit.trace.tracestate)
         self._clients.accepted(request, session, RequestTrace(parent, submit.label) if parent else None)
-        log.debug("request accepted", request=str(key), x_request_id=submit.label, prompt_tokens=count_ids(submit.prompt_ids))
+        tokens = count_ids(submit.prompt_ids)
+        log.debug("request accepted", request=str(key), x_request_id=submit.label, prompt_tokens=tokens, **_trace_of(parent))
         if stop is not None:
             effects = Effects()
             state.finish(request, Ending(stop.reason, stop=stop), now, effects)
@@ -116,7 +122,8 @@ class Intake:
         except TokenloomError:
             raise
         except Exception as error:
-            log.exception("a submit cannot be read", gateway=session.name, id=submit.id)
+            trace = _trace_of(TraceParent.parse(submit.trace.traceparent))
+            log.exception("a submit cannot be read", gateway=session.name, id=submit.id, x_request_id=submit.label, **trace)
             raise TokenloomError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}") from error
 
     @enters_core()

@@ -13,8 +13,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
 
 from libs.clock import Clock
 from libs.errors import ErrorCode, TokenloomError
@@ -35,12 +38,16 @@ _log = get_logger("tokenizer.pool")
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One prompt in the queue or in a process. `result` is cancelled when its caller leaves."""
+    """One prompt in the queue or in a process. `result` is cancelled when its caller leaves.
+
+    `log` is what the caller's log lines say of the request: a process that its prompt broke is logged under them too.
+    """
 
     kind: str
     payload: bytes
     queued_ns: int
     result: asyncio.Future[tokenizer_pb2.EncodeResponse]
+    log: Mapping[str, Any] = field(default_factory=structlog.contextvars.get_contextvars)
     retried: bool = False
 
     def refuse(self, code: ErrorCode, message: str) -> None:
@@ -204,9 +211,9 @@ class EncoderPool:
 
     def _hangs(self, process: EncoderProcess, job: _Job) -> bool:
         if job.result.done():
-            self._replaced("abandoned", process)
+            self._replaced("abandoned", process, job)
         else:
-            self._replaced("timeout", process)
+            self._replaced("timeout", process, job)
             code = ErrorCode.TEMPLATE_ERROR if job.kind == "chat" else ErrorCode.INVALID_REQUEST
             what = "rendering and encoding the chat" if job.kind == "chat" else "encoding the prompt"
             job.refuse(code, f"{what} took longer than {self._time_limit:g} s")
@@ -214,7 +221,7 @@ class EncoderPool:
 
     def _died(self, process: EncoderProcess, job: _Job) -> bool:
         """A prompt is given one more process: the first may have been killed by somebody. Then the prompt itself is to blame."""
-        self._replaced("died", process)
+        self._replaced("died", process, job)
         if job.retried:
             job.refuse(ErrorCode.INVALID_REQUEST, "two encoder processes died on this prompt; it takes too much memory")
         elif not job.result.done():
@@ -222,6 +229,6 @@ class EncoderPool:
             self._enqueue(job, first=True)
         return False
 
-    def _replaced(self, reason: str, process: EncoderProcess) -> None:
+    def _replaced(self, reason: str, process: EncoderProcess, job: _Job | None = None) -> None:
         self._metrics.restarts.labels(reason=reason).inc()
-        _log.warning("an encoder process is replaced", reason=reason, pid=process.pid)
+        _log.warning("an encoder process is replaced", reason=reason, pid=process.pid, **(job.log if job else {}))

@@ -22,6 +22,8 @@ from tokenloom.worker.v1 import worker_pb2
 
 _log = get_logger(__name__)
 
+# Traces named in the log line of a step that failed.
+MAX_LOGGED_TRACES = 8
 # Receives finished spans; called from the runner's thread.
 SpanSink = Callable[[SpanRecord], None]
 
@@ -65,10 +67,10 @@ class Steps:
             staged = self._slots.stage(batch, skip_ended=later)
             executed = self._engine.execute(staged.rows)
         except TokenloomError as error:
-            _log.error("batch refused", number=batch.number, reason=error.message)
+            _log.error("batch refused", number=batch.number, reason=error.message, trace_ids=self._traces(batch))
             return self._failed(batch, error)
         except (Exception, MemoryError) as error:
-            _log.exception("step failed", number=batch.number, rows=len(batch.rows))
+            _log.exception("step failed", number=batch.number, rows=len(batch.rows), trace_ids=self._traces(batch))
             code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.STEP_FAILED
             return self._failed(batch, TokenloomError(code, f"{type(error).__name__}: {error}"))
         stages = [(row, row.slot.in_prefill) for row in staged.rows]
@@ -110,6 +112,12 @@ class Steps:
         """The answer to a step that is not tried."""
         result = worker_pb2.StepResult(number=batch_number, outcome=outcome, error=error.to_proto())
         return Answered(result, lambda: self._metrics.step(result, rows=0, prefill_tokens=0, decode_tokens=0, slots=len(self._slots)))
+
+    def _traces(self, batch: Batch) -> list[str]:
+        """The traces of the requests in a batch, for its line in the log: the first few, and those of the newcomers above all."""
+        slots = [self._slots[row.slot] for row in batch.rows]
+        traces = [*(opening.trace for opening in batch.opens), *(slot.timeline.trace for slot in slots if slot is not None)]
+        return list(dict.fromkeys(f"{trace.trace_id:032x}" for trace in traces if trace is not None))[:MAX_LOGGED_TRACES]
 
     def _failed(self, batch: Batch, error: TokenloomError) -> Answered:
         self._previous_end_ns = time.monotonic_ns()

@@ -235,6 +235,20 @@ async def test_a_traced_request_leaves_three_consecutive_spans_and_the_worker_kn
     assert told.trace_id == parent.trace_id
 
 
+async def test_a_log_line_about_a_submit_leads_to_its_trace(mesh: SchedulerMesh, monkeypatch):
+    lines: list[dict[str, str]] = []
+    monkeypatch.setattr("services.scheduler.intake.log.warning", lambda event, **fields: lines.append(fields))
+    worker = await mesh.worker()
+    worker.gate.clear()
+    session = await (await mesh.session()).ready()
+    parent = TraceParent.new()
+    for _ in range(2):
+        await session.submit(1, [1], params(max_tokens=1), trace=common_pb2.TraceContext(traceparent=str(parent)))
+    worker.gate.set()
+    await session.ended(1)
+    assert [(line["trace_id"], line["span_id"]) for line in lines] == [(f"{parent.trace_id:032x}", f"{parent.span_id:016x}")]
+
+
 async def test_an_untraced_request_is_not_traced_by_the_worker(mesh: SchedulerMesh):
     worker = await mesh.worker()
     session = await (await mesh.session()).ready()

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+import structlog
 
 from libs.clock import SystemClock
 from libs.errors import ErrorCode, TokenloomError
@@ -97,6 +98,16 @@ async def test_a_prompt_that_takes_too_long_is_refused_and_its_process_replaced(
         assert (await pool.encode(TEXT)).token_ids
         assert pool.pids != before
         assert value(metrics, "tokenizer_process_restarts_total", reason="timeout") == 1
+
+
+async def test_a_process_that_a_prompt_broke_is_logged_with_the_prompts_trace(model, monkeypatch):
+    lines = []
+    monkeypatch.setattr("services.tokenizer.pool._log.warning", lambda event, **fields: lines.append(fields))
+    async with running(model, time_limit=0.3) as (pool, _):
+        with structlog.contextvars.bound_contextvars(trace_id="f" * 32):
+            await is_refused(pool.encode(chat("spin")), ErrorCode.TEMPLATE_ERROR)
+        assert (await pool.encode(TEXT)).token_ids
+    assert [(line["reason"], line["trace_id"]) for line in lines] == [("timeout", "f" * 32)]
 
 
 @pytest.mark.parametrize("mode", ["eat", "constant"])

@@ -152,6 +152,18 @@ def test_a_result_says_where_the_time_went(bench: Bench):
     assert timings.idle_us > 0
 
 
+def test_a_step_that_failed_is_logged_with_the_traces_of_its_requests(bench: Bench, monkeypatch):
+    lines: list[dict[str, Any]] = []
+    monkeypatch.setattr("services.worker.steps._log.exception", lambda event, **fields: lines.append({"event": event, **fields}))
+    traces = [f"{number:032x}" for number in (1, 2)]
+    bench.send(1, opens=[bench.opening(0, trace=f"00-{traces[0]}-{7:016x}-01")])
+    assert bench.result().outcome == OK
+    bench.engine.failures = [RuntimeError("no kernel")]
+    bench.send(2, 1, (0, 1), opens=[bench.opening(1, trace=f"00-{traces[1]}-{7:016x}-01")])
+    assert bench.result().outcome == FAILED
+    assert [(line["event"], sorted(line["trace_ids"])) for line in lines] == [("step failed", traces)]
+
+
 @pytest.mark.parametrize(("error", "code"), [(RuntimeError("no kernel"), ErrorCode.STEP_FAILED), (MemoryError(), ErrorCode.OUT_OF_MEMORY)])
 def test_a_failed_step_leaves_slots_as_they_were_and_the_runner_alive(bench: Bench, error: BaseException, code: ErrorCode):
     bench.open(1)
