@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ ENCODE_TIMEOUT = 60.0
 TABLE_RETRY = 0.25
 TABLE_LOOK = 1.0
 ENCODE_RETRY = 0.1
+# Nanoseconds for which calls must have failed, at least, before that counts as nobody being there.
+MIN_FAILING_NS = 1_000_000_000
 
 _ENCODE = "tokenloom.tokenizer.v1.TokenizerService/Encode"
 _log = get_logger("gateway.tokenizer")
@@ -38,13 +41,17 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One address, its load and its circuit. `closed_again_ns` is when it may be tried after failures (monotonic)."""
+    """One address, its load and its circuit. Monotonic instants: since when all calls have failed, when it may be tried again.
+
+    The address may be a balancer's, with any number of tokenizers behind it: its circuit orders, it never locks out.
+    """
 
     address: str
     channel: grpc.aio.Channel
     stub: tokenizer_pb2_grpc.TokenizerServiceStub
     outstanding: int = 0
     failures: int = 0
+    failing_since_ns: int = 0
     closed_again_ns: int = 0
 
 
@@ -84,9 +91,15 @@ class TokenizerClient:
 
     @property
     def reachable(self) -> bool:
-        """Whether some replica is connected or may be soon. Asking also makes idle channels connect again."""
+        """Whether some replica is connected or may be soon, and calls have not failed there for longer than requests wait: behind a
+        balancer that is connected there may be nobody. Asking also makes idle channels connect again.
+        """
         states = [replica.channel.get_state(try_to_connect=True) for replica in self._replicas]
-        return any(state is not grpc.ChannelConnectivity.TRANSIENT_FAILURE for state in states)
+        since = self._clock.monotonic_ns() - max(self._patience_ns, MIN_FAILING_NS)
+        return any(
+            state is not grpc.ChannelConnectivity.TRANSIENT_FAILURE and (not replica.failures or replica.failing_since_ns > since)
+            for replica, state in zip(self._replicas, states, strict=True)
+        )
 
     async def encode(
         self, request: tokenizer_pb2.EncodeRequest, *, timeout: float | None, trace: TraceParent | None
@@ -139,8 +152,19 @@ class TokenizerClient:
             wanted = self._expected()
             if self.table is None or (wanted and wanted != self.table.fingerprint):
                 await self._try_table(wanted)
+            elif all(replica.failures for replica in self._replicas):
+                await self._look()
             wanted = self._expected()
             await asyncio.sleep(TABLE_LOOK if self.table is not None and wanted in ("", self.table.fingerprint) else TABLE_RETRY)
+
+    async def _look(self) -> None:
+        """Asks whether somebody is there again: while none is, no request comes that would find out."""
+
+        async def call(replica: Replica) -> None:
+            await replica.stub.Describe(tokenizer_pb2.DescribeRequest(), timeout=CONTROL_TIMEOUT)  # type: ignore[misc]
+
+        with contextlib.suppress(TokenloomError):
+            await self._anywhere(call)
 
     async def _try_table(self, wanted: str) -> None:
         async def call(replica: Replica) -> TextTable:
@@ -197,6 +221,8 @@ class TokenizerClient:
         if problem.code is ErrorCode.TOKENIZER_BUSY:
             return
         pause = CIRCUIT_OPEN[min(replica.failures, len(CIRCUIT_OPEN) - 1)]
+        if not replica.failures:
+            replica.failing_since_ns = self._clock.monotonic_ns()
         replica.failures += 1
         replica.closed_again_ns = self._clock.monotonic_ns() + round(pause * 1e9)
         self._metrics.tokenizer_failures.labels(address=replica.address).inc()

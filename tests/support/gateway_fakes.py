@@ -87,6 +87,11 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         hashes = b"".join(block_hashes(ids, request.hash_salt))
         return tokenizer_pb2.EncodeResponse(token_ids=pack_ids(ids), block_hashes=hashes, tokenizer_fingerprint=self.table.fingerprint)
 
+    async def Describe(self, request, context):
+        if self.failure is not None:
+            await abort(context, self.failure)
+        return tokenizer_pb2.DescribeResponse(vocab_size=VOCAB)
+
     async def GetTextTable(self, request, context):
         return self.table.to_proto()
 

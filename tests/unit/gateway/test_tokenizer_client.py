@@ -158,6 +158,30 @@ async def test_it_is_reachable_as_long_as_one_replica_is_and_again_when_one_retu
         await until(lambda: client.reachable)
 
 
+async def test_a_balancer_that_is_connected_but_has_nobody_behind_it_is_not_reachable(tmp_path):
+    async with replicas(tmp_path, 1) as (fakes, client):
+        loading = asyncio.create_task(client.load_table())
+        await until(lambda: client.table is not None)
+        fakes[0].failure = TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, "no healthy upstream")
+        with pytest.raises(TokenloomError):
+            await encode(client)
+        assert client.reachable  # a moment's failure is none
+        await until(lambda: not client.reachable, 10)
+        fakes[0].failure = None
+        await until(lambda: client.reachable, 10)  # without any request
+        loading.cancel()
+
+
+async def test_one_address_never_locks_itself_out(tmp_path):
+    async with replicas(tmp_path, 1) as (fakes, client):
+        fakes[0].failure = TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, "that one is gone")
+        for _ in range(6):
+            with pytest.raises(TokenloomError):
+                await encode(client)
+        fakes[0].failure = None
+        assert await encode(client) == ids_of("ab")
+
+
 async def test_what_a_tokenizer_refuses_is_not_tried_elsewhere(tmp_path):
     async with replicas(tmp_path) as (fakes, client):
         for fake in fakes:
