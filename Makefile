@@ -19,10 +19,10 @@ INSTALL_INPUTS := pyproject.toml hatch_build.py $(shell find protos -name '*.pro
 KERNEL_SOURCES := $(shell find services/worker/kernels/cpu -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint lint-style lint-types lint-imports lint-protos lint-tree protos install clean
+.PHONY: help serve test test-docker lint lint-style lint-types lint-imports lint-protos lint-tree protos install clean
 
 help: ## Lists the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo
 	@echo "variables   PORT=$(PORT) HOST= MODEL= (directory, .gguf or hub id)  ARGS='--max-num-seqs 8'  TORCH_INDEX=URL  PYTHON=$(PYTHON)"
 
@@ -31,6 +31,9 @@ serve: $(VENV)/.serve $(VENV)/.kernels ## Installs what is missing and serves a 
 
 test: $(VENV)/.dev $(VENV)/.kernels ## Runs the whole suite (ARGS are pytest's)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-docker: $(VENV)/.dev ## Builds the images and runs them on this machine's Docker engine (minutes)
+	@$(BIN)/python -m pytest -m docker -s tests/docker $(ARGS)
 
 lint: lint-style lint-types lint-imports lint-protos lint-tree ## Style, types, imports, contracts and sizes (-k: all of them)
 

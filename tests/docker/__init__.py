@@ -1,0 +1,1 @@
+"""The images and the compose file on a real Docker engine: `make test-docker`."""
