@@ -23,8 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from libs.errors import ErrorCode, TokenloomError
+from libs.models import catalog
 from libs.models.cache import link_or_copy
-from libs.models.catalog import DEFAULT_MODEL, Progress, resolve
+from libs.models.catalog import Progress
 from libs.models.directory import ModelDirectory
 from libs.models.gguf_import import IMPORT_VERSION
 
@@ -54,6 +55,8 @@ class Imported:
 def import_model(model: str, target: Path, models: Path | None, progress: Progress = lambda _text: None) -> Imported:
     """Makes `target` name the model directory of `model`: "" (the default), what lies below `models` by that name, or a hub id.
 
+    Without `models` a path may be given as the name.
+
     What `target` names already is left as it is if it came from there: a hub id and the default are then not looked up again, so that
     a restart needs no network. Otherwise it is replaced when the new import is whole, and older imports are removed.
 
@@ -61,7 +64,7 @@ def import_model(model: str, target: Path, models: Path | None, progress: Progre
     not an import of this function; OSError when the disk fails or is full.
     """
     source = _local(model, models)
-    origin = Origin(model or DEFAULT_MODEL.name, _identity(source) if source else "")
+    origin = Origin(model or catalog.DEFAULT_MODEL.name, _identity(source) if source else "")
     store = target.with_name(f".{target.name}")
     if target.exists() and not target.is_symlink():
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{target} exists and is no import of a model; choose another --to", param="to")
@@ -77,10 +80,10 @@ def import_model(model: str, target: Path, models: Path | None, progress: Progre
 
 def _local(model: str, models: Path | None) -> Path | None:
     """The directory or file below `models` that `model` names; None: there is none, and it is a hub id or the default."""
-    if not model or models is None:
+    if not model:
         return None
-    found = (models / model).resolve()
-    if not found.is_relative_to(models.resolve()):
+    found = ((models or Path()) / model).resolve()
+    if models is not None and not found.is_relative_to(models.resolve()):
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{model!r} leads out of {models}; models are named below it", param="model")
     return found if found.exists() else None
 
@@ -119,7 +122,8 @@ def _make(store: Path, origin: Origin, source: Path | None, progress: Progress) 
         shutil.rmtree(abandoned)
     staging = Path(tempfile.mkdtemp(prefix="new-", dir=store))
     try:
-        resolved = resolve(str(source) if source else None if origin.model == DEFAULT_MODEL.name else origin.model, cache, progress)
+        named = origin.model if origin.model != catalog.DEFAULT_MODEL.name else None
+        resolved = catalog.resolve(str(source) if source else named, cache, progress)
         name = Path(origin.model).name.removesuffix(".gguf")
         _collect(resolved, staging / name, own=cache.resolve(), progress=progress)
         _check(staging / name)
