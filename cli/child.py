@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from libs.config.environment import without_settings
 from libs.process import PARENT_PID
 
 # A longer line is forwarded in pieces, so that a child that prints without end costs no memory.
@@ -59,7 +60,7 @@ class Child:
                 stdout=writing_end,
                 stderr=writing_end,
                 start_new_session=True,
-                env={**os.environ, **self.spec.env, PARENT_PID: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+                env={**without_settings(os.environ), **self.spec.env, PARENT_PID: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
             )
         except BaseException:
             self._ended.set()

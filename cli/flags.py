@@ -6,11 +6,10 @@ giving it is an error and not a silent override.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 from pydantic_settings import CliPositionalArg
 from rich.console import Console
@@ -18,6 +17,10 @@ from rich.table import Table
 
 from cli.trace_settings import TraceKeepingSettings
 from libs.config import CommonConfig, ConfigT, ServiceConfig
+from libs.config.describe import help_of, spellings
+from libs.config.found import Found, Source
+from libs.config.settings import flag_of
+from libs.config.sources import build
 from libs.errors import ErrorCode, TokenloomError
 from services.gateway.config import GatewayConfig
 from services.scheduler.config import SchedulerConfig
@@ -32,12 +35,16 @@ SERVICES: Mapping[str, type[ServiceConfig]] = {
 }
 # Decided by the mesh for every service; `uds` because a mesh is found by its port.
 DECIDED = frozenset({"listen", "store", "instance", "model", "uds", "metrics_host", "metrics_port"}) | {
-    f"{name}_address" for name in ("scheduler", "tokenizer", "worker")
+    f"{name}_address" for name in ("advertise", "scheduler", "tokenizer", "worker")
 }
 
 
 class ServeOptions(TraceKeepingSettings, CommonConfig):
     """Serves a model on this machine: gateway, scheduler, worker and tokenizer, each its own process."""
+
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        sorted(DECIDED - {"model"}), "`tokenloom serve` decides this for every service of its mesh"
+    )
 
     model: CliPositionalArg[str] = Field("", description="Model directory, .gguf file or hub id. None: SmolLM2-135M-Instruct.")
     log_format: Literal["console", "json"] = Field(
@@ -64,62 +71,55 @@ ServeConfig: type[ServeOptions] = create_model("ServeConfig", __base__=ServeOpti
 
 
 def service_config(config: type[ConfigT], options: ServeOptions, **decided: Any) -> ConfigT:
-    """One service's configuration: the options that it knows as the user gave them, and what the mesh decided.
+    """One service's configuration: the options that it knows as the user gave them, its own section of the file, what the mesh decided.
 
     Raises TokenloomError (INVALID_REQUEST, `param` is the field) when the service would refuse it.
     """
-    given = {name: getattr(options, name) for name in options.model_fields_set if name in config.model_fields and name not in DECIDED}
-    known = {name: value for name, value in decided.items() if name in config.model_fields}
-    try:
-        return config(**{**given, **known})
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = ".".join(map(str, problem["loc"]))
-        raise TokenloomError(
-            ErrorCode.INVALID_REQUEST, f"--{name.replace('_', '-')}: {problem['msg']}" if name else problem["msg"], param=name or None
-        ) from None
+    own = options.section_of(config.section)
+    for name in own.keys() & options.refused.keys():
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{own[name].where}: {options.refused[name]}", param=name)
+    mine = config.model_fields.keys() - DECIDED - {"config"}
+    found = {name: options.found(name) for name in options.model_fields_set & mine}
+    found |= {name: value for name, value in own.items() if name not in found or found[name].source < Source.ENVIRONMENT}
+    found |= {name: Found(value, Source.DECIDED, flag_of(name)) for name, value in decided.items() if name in config.model_fields}
+    return build(config, found)
 
 
 def print_help(console: Console) -> None:
-    """The flags of every service, each under the service that it concerns first."""
+    """The flags of every service, each under the service that it concerns first, by concern."""
     console.print("\n[bold]usage:[/bold] tokenloom serve [MODEL] [--flag value ...]\n")
     console.print(ServeOptions.__doc__)
-    console.print("Every flag can also be an environment variable: --max-num-seqs is TOKENLOOM_MAX_NUM_SEQS.\n")
+    console.print(
+        "Every flag can also be an environment variable (--max-num-seqs is TOKENLOOM_MAX_NUM_SEQS) or stand in a --config file.\n"
+    )
     seen: set[str] = set()
-    groups: dict[str, type[CommonConfig]] = {"mesh": ServeOptions, **SERVICES}
-    for title, config in groups.items():
+    for title, names, fields in help_groups():
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 2), title=f"[bold]{title}[/bold]", title_justify="left")
         table.add_column(ratio=1, no_wrap=False)
         table.add_column(ratio=2)
-        for name, info in sorted(config.model_fields.items(), key=lambda item: item[0] != "model"):
-            if name not in seen and (name not in DECIDED or name == "model"):
-                seen.add(name)
-                table.add_row(*_help_row(name, info))
+        for name in names:
+            if name not in seen:
+                table.add_row(*_help_row(name, fields[name]))
+        seen.update(names)
         if table.row_count:
             console.print(table)
             console.print()
+
+
+def help_groups() -> Iterator[tuple[str, list[str], Mapping[str, FieldInfo]]]:
+    """The concerns of `tokenloom serve`: title, names of the flags, and the fields. A concern of several services comes once for each."""
+    yield "mesh", [name for group in ServeOptions.groups() for name in group.fields], ServeOptions.model_fields
+    for config in SERVICES.values():
+        for group in config.groups():
+            names = [name for name in group.fields if name not in DECIDED and name not in ServeOptions.model_fields]
+            if names:
+                services = ", ".join(owner for owner, kind in SERVICES.items() if names[0] in kind.model_fields)
+                yield f"{services}: {group.title}", names, config.model_fields
 
 
 def _help_row(name: str, info: FieldInfo) -> tuple[str, str]:
     flag = name.replace("_", "-")
     if name == "model":
         return "MODEL", info.description or ""
-    spelling = f"--{flag} | --no-{flag}" if info.annotation is bool else f"--{flag} {'|'.join(_spellings(info.annotation))}"
-    default = info.get_default(call_default_factory=True)
-    shown = "" if default is None or default in ("", []) else f" Default: {', '.join(default) if isinstance(default, list) else default}."
-    return spelling, f"{info.description or ''}{shown}"
-
-
-def _spellings(annotation: Any) -> Iterator[str]:
-    """How values of a type are written on a command line: INT, TEXT, or the choices."""
-    origin = get_origin(annotation)
-    if origin in (Union, types.UnionType):
-        for part in get_args(annotation):
-            if part is not types.NoneType:
-                yield from _spellings(part)
-    elif origin is Literal:
-        yield from map(str, get_args(annotation))
-    elif origin is list:
-        yield from _spellings(get_args(annotation)[0])
-    else:
-        yield {int: "INT", float: "NUMBER", bool: "BOOL"}.get(annotation, "TEXT")
+    spelling = f"--{flag} | --no-{flag}" if info.annotation is bool else f"--{flag} {'|'.join(spellings(info.annotation))}"
+    return spelling, help_of(info)

@@ -5,9 +5,9 @@ file that --config names, the environment and the command line into it, and ends
 the variable or the flag when something is unknown, of a wrong type or contradictory. A class that is constructed directly reads nothing.
 """
 
-from libs.config.args import NONE_WORD, to_args, to_text
+from libs.config.args import to_args, to_text
 from libs.config.concerns import CommonConfig, ServiceConfig
-from libs.config.settings import ConfigT, Settings
+from libs.config.settings import NONE_WORD, ConfigT, Settings
 from libs.config.sources import parse
 
 __all__ = ["NONE_WORD", "CommonConfig", "ConfigT", "ServiceConfig", "Settings", "parse", "to_args", "to_text"]

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from libs.config.settings import Settings
+from libs.config.settings import NONE_WORD, Settings
 from libs.errors import ErrorCode, TokenloomError
-
-# What stands for "no value" on a command line and in the environment.
-NONE_WORD = "None"
 
 
 def to_args(config: Settings, fields: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -19,8 +19,6 @@ class LogSettings(Settings):
 class TraceSettings(Settings):
     """Traces."""
 
-    aliases: ClassVar[dict[str, str]] = {"otlp_traces_endpoint": "otlp_endpoint"}
-
     otlp_endpoint: list[str] = Field(
         default_factory=list,
         description="OTLP/gRPC endpoint that receives this service's spans (http://host:4317); may be repeated. None: no traces.",
@@ -35,7 +33,17 @@ class MetricsSettings(Settings):
     instance: str = Field("", description="Name of this process in logs, traces and metrics. Empty: made from service and pid.")
 
 
-class CommonConfig(LogSettings, TraceSettings):
+class FileSettings(Settings):
+    """Settings in a file."""
+
+    config: str = Field(
+        "",
+        description="YAML file of settings: keys as the flags are named, with dashes or underscores, for every service at its top and for "
+        "one under `gateway:`, `scheduler:`, `tokenizer:`, `worker:`. Environment and flags win over it. Empty: none.",
+    )
+
+
+class CommonConfig(FileSettings, LogSettings, TraceSettings):
     """What every service and the whole local mesh can be told."""
 
 
@@ -50,9 +58,7 @@ class StatsSettings(Settings):
 
 
 class DrainSettings(Settings):
-    """The end."""
-
-    aliases: ClassVar[dict[str, str]] = {"shutdown_timeout": "drain_timeout"}
+    """The end of the process."""
 
     drain_timeout: float = Field(30.0, ge=0, description="Seconds for running requests to finish after SIGTERM; then they are cancelled.")
 
@@ -72,5 +78,17 @@ class StoreSettings(Settings):
     """The shared store."""
 
     store: str = Field(
-        "", description="The mesh's shared store (a SQLite file): the registry of workers, the leader's token. Empty: none, no registry."
+        "",
+        description="The mesh's shared store: a SQLite file's path, or redis://host:6379/0 (rediss://, unix:///path; ?prefix=NAME for several "
+        "meshes in one Redis). It holds the registry of workers and schedulers, the leader's token, API keys, quotas. Empty: none.",
+    )
+
+
+class AdvertiseSettings(Settings):
+    """The address in the registry."""
+
+    advertise_address: str = Field(
+        "",
+        description="Address that others reach this service by, written to the store: host:port, or a host alone for the port it listens on. "
+        "Empty: --listen, or this host's own address where that is every interface.",
     )

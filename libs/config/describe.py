@@ -22,7 +22,7 @@ def spellings(annotation: Any) -> Iterator[str]:
     elif origin is list:
         yield from spellings(get_args(annotation)[0])
     elif hasattr(annotation, "__metadata__"):
-        yield from spellings(origin or annotation.__origin__)
+        yield from spellings(annotation.__origin__)
     else:
         yield {int: "INT", float: "NUMBER", bool: "BOOL", Path: "PATH"}.get(annotation, "TEXT")
 

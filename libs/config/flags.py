@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from pydantic_settings import CliSettingsSource
 
 from libs.config.describe import help_of, spellings
+from libs.config.names import ALIASES, belongs_to, suggestion
 from libs.config.settings import ENV_PREFIX, Settings, flag_of
 
 
@@ -20,6 +21,7 @@ def read_flags(config: type[Settings], args: Sequence[str], *, prog: str) -> Map
         epilog=f"Every flag is also an environment variable: --max-num-seqs is {ENV_PREFIX}MAX_NUM_SEQS.",
         allow_abbrev=False,
     )
+    parser.refused = config.refused
     groups = {}
     for group in config.groups():
         groups.update(dict.fromkeys(group.fields, parser.add_argument_group(group.title)))
@@ -43,20 +45,29 @@ def read_flags(config: type[Settings], args: Sequence[str], *, prog: str) -> Map
     return source()
 
 
-def aliases_of(config: type[Settings]) -> dict[str, str]:
-    """The other names that this class's fields have, by name."""
-    found: dict[str, str] = {}
-    for part in config.__mro__:
-        found.update({alias: name for alias, name in vars(part).get("aliases", {}).items() if name in config.model_fields})
-    return found
-
-
 def _shortcuts(config: type[Settings]) -> dict[str, list[str]]:
-    return {flag_of(name)[2:]: [flag_of(alias)[2:]] for alias, name in aliases_of(config).items()}
+    return {flag_of(name)[2:]: [flag_of(alias)[2:]] for alias, name in ALIASES.items() if name in config.model_fields}
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, saying "error" the way every other message of a start does."""
+    """argparse, saying "error" the way every other message of a start does, and naming the flag that a typo meant."""
+
+    refused: Mapping[str, str] = {}
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See argparse. A word that is no flag here is an error that says which flag or service may have been meant."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._explanation(unknown)}")
+        return parsed
 
     def error(self, message: str) -> NoReturn:
+        """See argparse; without the usage, which is longer than a screen."""
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def _explanation(self, unknown: Sequence[str]) -> str:
+        flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+        name = flag[2:].replace("-", "_")
+        if name in self.refused:
+            return f"; {self.refused[name]}"
+        return belongs_to(name) or suggestion(flag, self._option_string_actions)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin
 
 from pydantic import BeforeValidator, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from libs.config.file import SettingsFile
+from libs.config.found import Found, Source
+
 SettingsT = TypeVar("SettingsT", bound="Settings")
 ConfigT = TypeVar("ConfigT", bound="Settings")
 
 ENV_PREFIX = "TOKENLOOM_"
+# What stands for "no value" on a command line and in the environment.
+NONE_WORD = "None"
 
 # As vLLM reads them: k, m, g, t count in thousands and take fractions, K, M, G, T in 1,024s and do not.
 _AMOUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmgtKMGT])")
@@ -62,10 +67,11 @@ class Settings(BaseSettings):
 
     # Which section of a settings file is for this class; empty: the shared keys only.
     section: ClassVar[str] = ""
-    # vLLM's names for settings that have another name here; flags and keys of a file may use both.
-    aliases: ClassVar[dict[str, str]] = {}
+    # Settings of siblings that must not be given here, and why.
+    refused: ClassVar[Mapping[str, str]] = {}
 
-    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _found: Mapping[str, Found] = PrivateAttr(default_factory=dict)
+    _file: SettingsFile | None = PrivateAttr(None)
 
     @classmethod
     def settings_customise_sources(
@@ -105,9 +111,19 @@ class Settings(BaseSettings):
         """Whether somebody chose the value, rather than the default."""
         return name in self.model_fields_set
 
-    def origin(self, name: str) -> str:
-        """Where the value came from: `default`, `flag`, the variable's name, or the file and key."""
-        return self._origins.get(name, "given" if self.given(name) else "default")
+    def remember(self, found: Mapping[str, Found], file: SettingsFile | None) -> None:
+        """Keeps where the values came from; for libs.config.sources, once."""
+        self._found, self._file = found, file
+
+    def found(self, name: str) -> Found:
+        """The value as it is, and where it was given."""
+        given = self._found.get(name)
+        source = given.source if given else Source.FLAG if self.given(name) else Source.DEFAULT
+        return Found(getattr(self, name), source, given.where if given else "default")
+
+    def section_of(self, service: str) -> Mapping[str, Found]:
+        """What the settings file says to one service alone."""
+        return self._file.sections.get(service, {}) if self._file else {}
 
     @classmethod
     def groups(cls) -> list[Group]:

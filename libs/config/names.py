@@ -1,0 +1,68 @@
+"""The names of every setting of the mesh, so that a service tells a sibling's setting in a shared environment or file from a typo.
+
+A service's image may not hold its siblings' classes, so the names stand here a second time: tests/unit/cli/test_config_names.py fails when
+they are not those of the classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+
+_COMMON = frozenset({"config", "log_level", "log_format", "otlp_endpoint", "metrics_host", "metrics_port", "instance"})
+
+SERVICE_SETTINGS: Mapping[str, frozenset[str]] = {
+    "gateway": _COMMON
+    | {"host", "port", "uds", "served_model_name", "api_key"}
+    | {"allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"}
+    | {"max_body_bytes", "max_prompts", "request_timeout", "slow_reader_timeout", "sse_keep_alive", "drain_delay"}
+    | {"scheduler_address", "tokenizer_address", "tokenizer_patience", "resume_timeout", "drain_timeout", "stats_interval"},
+    "scheduler": _COMMON
+    | {"listen", "worker_address", "tokenizer_address", "shard", "worker_grace", "store", "advertise_address"}
+    | {"scheduling_policy", "max_queue", "max_queue_tokens", "max_num_seqs", "max_num_batched_tokens"}
+    | {"enable_chunked_prefill", "enable_prefix_caching", "dispatch_margin_ms", "max_lease_steps", "step_timeout"}
+    | {"drain_timeout", "stats_interval"},
+    "tokenizer": _COMMON
+    | {"listen", "model", "tokenizer_pool_size", "tokenizer_queue", "tokenizer_timeout", "tokenizer_memory_bytes", "drain_timeout"},
+    "worker": _COMMON
+    | {"listen", "model", "store", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"}
+    | {"kv_cache_memory_bytes", "gpu_memory_utilization", "threads", "batch_invariant", "kernels", "advertise_address"},
+}
+
+# Settings of `tokenloom serve` itself.
+SERVE_SETTINGS = frozenset({"trace_keep_ratio", "trace_keep_slow"})
+
+# vLLM's names for settings that have another name here; flags and keys of a file may use either.
+ALIASES: Mapping[str, str] = {"otlp_traces_endpoint": "otlp_endpoint", "shutdown_timeout": "drain_timeout"}
+
+# Variables that are read elsewhere than in a settings class: the model cache, the run directories of `tokenloom serve`, the process that
+# a service dies with, the instruction set that the C++ kernels are held to, and the Jaeger that `tokenloom trace` asks.
+OTHER_VARIABLES = frozenset({"TOKENLOOM_JAEGER", "TOKENLOOM_CACHE", "TOKENLOOM_RUN_DIR", "TOKENLOOM_PARENT_PID", "TOKENLOOM_CPU_ISA"})
+
+
+def owners(name: str) -> list[str]:
+    """The services that have a setting of this name."""
+    return [service for service, names in {**SERVICE_SETTINGS, "`tokenloom serve`": SERVE_SETTINGS}.items() if name in names]
+
+
+def all_names() -> frozenset[str]:
+    """Every setting of every service and of `tokenloom serve`."""
+    return SERVE_SETTINGS.union(*SERVICE_SETTINGS.values())
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a typo most likely meant."""
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """`; did you mean X?`, or nothing where no known name is near."""
+    meant = nearest(name, known)
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def belongs_to(name: str) -> str:
+    """`; it is a setting of the gateway and the worker`, or nothing for a name of nobody."""
+    services = owners(name)
+    return f"; it is a setting of the {' and the '.join(services)}".replace("the `", "`") if services else ""
