@@ -15,6 +15,9 @@ from libs.errors import ErrorCode, TokenloomError
 from services.gateway.api.errors import error_body
 from services.gateway.connection import ABORT
 
+# How long an idle connection is kept: longer than any proxy does (Envoy: 30), so that it is never this side that closes one in use.
+KEEP_ALIVE_SECONDS = 75
+
 
 class _Protocol(HttpToolsProtocol):
     """Closing a connection waits until its buffer is sent, which never happens with a client that does not read: offer the abort too."""
@@ -54,7 +57,7 @@ def new_server(app: Any) -> HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=5,
             backlog=2048,
         )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from libs.errors import ErrorCode, TokenloomError
+from libs.telemetry.trace_store_otlp import serve_traces
 from tests.support.envoy import LISTENERS, Envoy, differences, load, moved, running_envoy
+from tests.support.fleet import Collected
 from tests.support.gateway_fakes import EOS, FakeScheduler, FakeTokenizer, ids_of, say, silence
 from tests.support.gateway_process import Gateway, running_gateway, until
 from tests.support.h2c import post
@@ -32,7 +34,7 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def fleet(folder: Path, *, behaviour=None, document=None, **settings) -> AsyncIterator[Fleet]:
+async def fleet(folder: Path, *, behaviour=None, document=None, collector=0, **settings) -> AsyncIterator[Fleet]:
     """Settings in capitals are Envoy's environment, the others the gateways'."""
     environment = {name: value for name, value in settings.items() if name.isupper()}
     config = {name: value for name, value in settings.items() if name not in environment}
@@ -58,7 +60,7 @@ async def fleet(folder: Path, *, behaviour=None, document=None, **settings) -> A
             gateways.append(await stack.enter_async_context(gateway))
         behind = [int(address.rpartition(":")[2]) for address in addresses]
         envoy = await stack.enter_async_context(
-            running_envoy(folder, [gateway.port for gateway in gateways], behind, document=document, ports=ports, **environment)
+            running_envoy(folder, [gateway.port for gateway in gateways], behind, collector, document=document, ports=ports, **environment)
         )
         await envoy.until_healthy("tokenizer", 2)
         await envoy.until_healthy("gateway", 2)
@@ -260,6 +262,57 @@ async def test_the_gateway_s_own_refusals_pass_unchanged(tmp_path):
         direct = await running.gateways[0].client.post("/v1/completions", json={"prompt": "a" * 3_000_000})
     assert response.status_code == direct.status_code == 413
     assert response.json() == direct.json()
+
+
+# ----------------------------------------------------------------------------------------------------------------- traces
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[Collected, int]]:
+    """An OTLP receiver and its port."""
+    spans, port = Collected(), free_port()
+    server = serve_traces(spans, f"127.0.0.1:{port}")
+    yield spans, port
+    server.stop(0).wait()
+
+
+@pytest.mark.parametrize("request_id", ["", "x", "urn:a/b=c"])
+async def test_whatever_a_request_is_called_its_trace_goes_through_both_hops(tmp_path, collector, request_id):
+    spans, port = collector
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", **({"x-request-id": request_id} if request_id else {})}
+    async with fleet(tmp_path, collector=port) as running, running.envoy.client() as client:
+        response = await client.post("/v1/chat/completions", json=CHAT, headers=headers)
+        assert response.headers["x-request-id"] == request_id or not request_id
+        await until(lambda: len(spans.of(trace_id)) == 4, 15)
+        edge, gateway, inner, tokenizer = sorted(spans.of(trace_id), key=lambda span: span.start_ns)
+        (seen,) = [call for fake in running.tokenizers for call in fake.traceparents]
+    assert [(span.name, span.kind) for span in (edge, inner)] == [("edge", "server"), ("tokenizers", "server")]
+    assert edge.parent_id == "b7ad6b7169203331"
+    assert gateway.parent_id == edge.span_id
+    assert tokenizer.parent_id == inner.span_id
+    assert seen == f"00-{trace_id}-{tokenizer.span_id}-01"
+
+
+async def test_a_client_that_wants_no_trace_gets_none_and_one_that_says_nothing_gets_one(tmp_path, collector):
+    spans, port = collector
+    unwanted = "1" * 32
+    async with fleet(tmp_path, collector=port) as running, running.envoy.client() as client:
+        await client.post("/v1/chat/completions", json=CHAT, headers={"traceparent": f"00-{unwanted}-b7ad6b7169203331-00"})
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        trace_id = response.headers["traceparent"].split("-")[1]
+        await until(lambda: len(spans.of(trace_id)) == 4, 15)
+        passed = [call for fake in running.tokenizers for call in fake.traceparents]
+    assert not spans.of(unwanted)
+    assert sorted((call[3:35], call[-2:]) for call in passed) == sorted([(unwanted, "00"), (trace_id, "01")])
+
+
+async def test_a_collector_that_is_away_or_does_not_answer_costs_nothing(tmp_path):
+    async with await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0) as deaf:
+        port = deaf.sockets[0].getsockname()[1]
+        async with fleet(tmp_path, collector=port) as running, running.envoy.client() as client:
+            for _ in range(50):
+                assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
 # ------------------------------------------------------------------------------------------------------------ time limits
