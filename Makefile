@@ -19,7 +19,7 @@ INSTALL_INPUTS := pyproject.toml hatch_build.py $(shell find protos -name '*.pro
 KERNEL_SOURCES := $(shell find services/worker/kernels/cpu -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-docker lint lint-style lint-types lint-imports lint-protos lint-tree protos install clean
+.PHONY: help serve test test-docker lint lint-style lint-types lint-imports lint-protos lint-tree lint-k8s protos install clean
 
 help: ## Lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -35,7 +35,7 @@ test: $(VENV)/.dev $(VENV)/.kernels ## Runs the whole suite (ARGS are pytest's)
 test-docker: $(VENV)/.dev ## Builds the images and runs them on this machine's Docker engine (minutes)
 	@$(BIN)/python -m pytest -m docker -s tests/docker $(ARGS)
 
-lint: lint-style lint-types lint-imports lint-protos lint-tree ## Style, types, imports, contracts and sizes (-k: all of them)
+lint: lint-style lint-types lint-imports lint-protos lint-tree lint-k8s ## Style, types, imports, contracts and sizes (-k: all of them)
 
 lint-style: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -54,6 +54,10 @@ lint-protos: $(VENV)/.dev
 lint-tree: $(VENV)/.dev
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_tree.py
+
+lint-k8s: $(VENV)/.dev
+	$(BIN)/python -m tools.prometheus_rule --check
+	$(BIN)/python -m tools.k8s_check
 
 protos: $(VENV)/.dev ## Makes the stubs again after an edit of protos/
 	$(BIN)/python hatch_build.py
