@@ -57,7 +57,8 @@ drain() {
 
 run() {
   # Without hot restart it needs no shared memory, and several may run on one machine.
-  local flags=(-c "$config" --disable-hot-restart)
+  # The access log is written once a second (ten by default).
+  local flags=(-c "$config" --disable-hot-restart --file-flush-interval-msec 1000)
   [[ -n ${ENVOY_CONCURRENCY:-} ]] && flags+=(--concurrency "$ENVOY_CONCURRENCY")
   envoy "${flags[@]}" "$@" &
   envoy=$!

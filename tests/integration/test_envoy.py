@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 
 from libs.errors import ErrorCode, TokenloomError
@@ -262,6 +263,22 @@ async def test_the_gateway_s_own_refusals_pass_unchanged(tmp_path):
         direct = await running.gateways[0].client.post("/v1/completions", json={"prompt": "a" * 3_000_000})
     assert response.status_code == direct.status_code == 413
     assert response.json() == direct.json()
+
+
+async def test_connections_beyond_the_limit_are_closed_and_the_mesh_s_own_are_not_counted(tmp_path):
+    document = load()
+    document["overload_manager"]["resource_monitors"][0]["typed_config"]["max_active_downstream_connections"] = 2
+    async with running_envoy(tmp_path, [free_port()], [free_port()], document=document) as envoy, contextlib.AsyncExitStack() as stack:
+        for _ in range(2):
+            held = await stack.enter_async_context(RawClient(envoy.ports["edge"]))
+            await held.send(b"GET /metrics HTTP/1.1\r\nHost: t\r\n\r\n")
+            assert b"404" in await held.read_until(b"not_found")
+        async with RawClient(envoy.ports["edge"]) as refused:
+            assert await refused.read_to_end() == b""
+        overflows = {name: value for name, value in envoy.metrics().items() if "global_cx_overflow" in name}
+        assert sum(overflows.values()) == 1, overflows
+        async with grpc.aio.insecure_channel(envoy.tokenizers) as channel:
+            await asyncio.wait_for(channel.channel_ready(), 10)
 
 
 # ----------------------------------------------------------------------------------------------------------------- traces

@@ -103,7 +103,7 @@ class Envoy:
 
     def access_log(self) -> list[dict[str, Any]]:
         """The access log so far."""
-        lines = (line for line in self.log.read_text().splitlines() if '"event":"access"' in line)
+        lines = (line for line in self.log.read_text().splitlines() if '"event":"access"' in line and line.endswith("}"))
         return [json.loads(line) for line in lines]
 
     def term(self) -> None:
