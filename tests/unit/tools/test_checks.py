@@ -5,7 +5,6 @@ import pytest
 from tools.check_sizes import Finding
 from tools.check_sizes import check as check_size
 from tools.check_tree import check as check_tree
-from tools.metrics_doc import MetricLine, parse, render
 from tools.requirement import requirement
 
 
@@ -66,11 +65,3 @@ worker = ["torch>=2.11,<2.14"]
     assert requirement("grpcio", pyproject) == "grpcio>=2"
     with pytest.raises(KeyError):
         requirement("numpy", pyproject)
-
-
-def test_the_page_of_metrics_is_made_from_the_exposition():
-    text = "# HELP tokenloom:a_total What | to do.\n# TYPE tokenloom:a_total counter\n# HELP tokenloom:a_created Made.\n"
-    text += "# TYPE tokenloom:a_created gauge\n# HELP python_info Other.\n# TYPE python_info gauge\n"
-    assert list(parse(text)) == [MetricLine("tokenloom:a_total", "counter", "What | to do.")]
-    assert "## Gateway\n" in render({"gateway": text})
-    assert "| `tokenloom:a_total` | counter | What / to do. |" in render({"gateway": text})
