@@ -19,8 +19,8 @@ from cli.ports import choose
 from cli.rundir import RunDirectory
 from cli.trace_settings import TraceKeepingSettings
 from libs.config import ServiceConfig, to_args, to_text
-from libs.telemetry.otel_environment import read_environment
 from libs.models.catalog import DEFAULT_MODEL
+from libs.telemetry.otel_environment import read_environment
 from services.gateway.config import GatewayConfig
 
 # Flags whose values must not show in the process list; they travel in the environment.
@@ -103,7 +103,8 @@ def _decided(name: str, run_directory: RunDirectory) -> dict[str, object]:
 
 
 def _spec(name: str, config: ServiceConfig) -> ServiceSpec:
-    stop_seconds = getattr(config, "drain_timeout", _DRAIN_SECONDS) + _STOP_MARGIN_SECONDS
+    drain = getattr(config, "drain_delay", 0.0) + getattr(config, "drain_timeout", _DRAIN_SECONDS)
+    stop_seconds = drain + _STOP_MARGIN_SECONDS
     flags = to_args(config, [field for field in type(config).model_fields if field not in SECRETS])
     # -P: a folder called `services` where the user happens to stand must not be imported.
     command = (sys.executable, "-P", "-m", f"services.{name}", *flags)
