@@ -83,6 +83,28 @@ async def test_the_scheduler_and_the_tokenizer_get_their_parents(gateway):
     assert (root.kind, tokenize.kind, attempt.kind) == (SpanKind.SERVER, SpanKind.INTERNAL, SpanKind.CLIENT)
 
 
+async def test_a_retry_at_another_tokenizer_is_seen_in_the_tree(tmp_path):
+    busy, idle = FakeTokenizer(), FakeTokenizer()
+    busy.failure = TokenloomError(ErrorCode.TOKENIZER_BUSY, "full")
+    addresses = [await fake.start(f"unix:{tmp_path}/{name}.sock") for name, fake in (("busy", busy), ("idle", idle))]
+    async with running_gateway(tmp_path, tokenizer_address=addresses) as gateway:
+        while not busy.calls:
+            assert (await gateway.complete("ab")).status_code == 200
+        await gateway.until_idle()
+        await asyncio.to_thread(gateway.mesh.tracer.shutdown)
+        root = [span for span in gateway.spans.finished if span.name == "POST /v1/completions"][-1]
+        spans = [span for span in gateway.spans.finished if span.context.trace_id == root.context.trace_id]
+        (tokenize,) = [span for span in spans if span.name == "tokenize"]
+        attempts = [span for span in spans if span.kind is SpanKind.CLIENT]
+        assert {span.parent.span_id for span in attempts} == {tokenize.context.span_id}
+        told = [(span.attributes["tokenloom.attempt"], span.attributes["rpc.response.status_code"]) for span in attempts]
+        assert told == [(0, "RESOURCE_EXHAUSTED"), (1, "OK")]
+        assert [span.attributes["server.address"] for span in attempts] == [f"{tmp_path}/busy.sock", f"{tmp_path}/idle.sock"]
+        assert tokenize.start_time <= attempts[0].start_time <= attempts[0].end_time <= attempts[1].start_time
+    for fake in (busy, idle):
+        await fake.stop()
+
+
 async def test_a_clients_trace_is_continued_and_told_back(gateway):
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "tracestate": "vendor=1", "x-request-id": "mine"}
     response, spans, submit, _ = await traced(gateway, wall=True, headers=headers)

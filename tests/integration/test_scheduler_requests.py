@@ -235,6 +235,31 @@ async def test_a_traced_request_leaves_three_consecutive_spans_and_the_worker_kn
     assert told.trace_id == parent.trace_id
 
 
+async def test_a_preempted_requests_trace_says_when_why_and_for_how_long(tmp_path: Path):
+    async with SchedulerMesh(tmp_path) as mesh:
+        await mesh.worker(max_model_len=128, blocks=8)
+        session = await (await mesh.session()).ready()
+        parents = {number: TraceParent.new() for number in (1, 2)}
+        for number, parent in parents.items():  # each comes to 7 blocks of the 8
+            await session.submit(number, [number] * 40, params(max_tokens=60), trace=common_pb2.TraceContext(traceparent=str(parent)))
+        for number in parents:
+            await session.ended(number)
+        await mesh.settled()
+        mesh.process.tracer.shutdown()
+        spans = [span for span in mesh.spans.get_finished_spans() if span.context and span.context.trace_id == parents[2].trace_id]
+        assert [span.name for span in spans] == ["queue", "prefill", "decode"]
+        decode = spans[-1]
+        events = [(event.name, dict(event.attributes or {})) for event in decode.events]
+        names = [name for name, _ in events]
+        assert (names.count("preempted"), names.count("resumed")) == (1, 1)
+        assert dict(decode.attributes or {})["tokenloom.preemptions"] == 1
+        waits = [attributes for name, attributes in events[names.index("preempted") : names.index("resumed")] if name == "waiting"]
+        assert "no_blocks" in {wait["tokenloom.reason"] for wait in waits}
+        at = {event.name: event.timestamp for event in decode.events}
+        waited = sum(int(wait["tokenloom.wait_us"]) for wait in waits)  # type: ignore[call-overload]
+        assert abs(waited - (at["resumed"] - at["preempted"]) // 1000) <= len(waits), "the waits add up to the time it did not run"
+
+
 async def test_a_log_line_about_a_submit_leads_to_its_trace(mesh: SchedulerMesh, monkeypatch):
     lines: list[dict[str, str]] = []
     monkeypatch.setattr("services.scheduler.intake.log.warning", lambda event, **fields: lines.append(fields))
