@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -73,14 +74,22 @@ class StepSettings(Settings):
         description="Most tokens computed in one step, prefill and decode together; a worker takes one whole sequence, whatever this says.",
     )
 
+    def contradictions(self) -> Iterator[str]:
+        """See Settings."""
+        if self.given("max_num_seqs") and self.given("max_num_batched_tokens") and self.max_num_batched_tokens < self.max_num_seqs:
+            yield (
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than --max-num-seqs {self.max_num_seqs}: "
+                "no step could hold so many sequences, each of which takes a token at least"
+            )
+
 
 class StoreSettings(Settings):
     """The shared store."""
 
     store: str = Field(
         "",
-        description="The mesh's shared store: a SQLite file's path, or redis://host:6379/0 (rediss://, unix:///path; ?prefix=NAME for several "
-        "meshes in one Redis). It holds the registry of workers and schedulers, the leader's token, API keys, quotas. Empty: none.",
+        description="The mesh's shared store: a SQLite file's path, or redis://host:6379/0 (rediss://, unix:///path; ?prefix=NAME for "
+        "several meshes in one Redis). It holds the registry of workers and schedulers, the leader's token, API keys, quotas. Empty: none.",
     )
 
 
@@ -89,6 +98,11 @@ class AdvertiseSettings(Settings):
 
     advertise_address: str = Field(
         "",
-        description="Address that others reach this service by, written to the store: host:port, or a host alone for the port it listens on. "
-        "Empty: --listen, or this host's own address where that is every interface.",
+        description="Address that others reach this service by, written to the store: host:port, or a host alone for the port it listens "
+        "on. Empty: --listen, or this host's own address where that is every interface.",
     )
+
+    def contradictions(self) -> Iterator[str]:
+        """See Settings."""
+        if self.advertise_address and not getattr(self, "store", ""):
+            yield "--advertise-address says nothing without --store: there is no registry to write it to"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin
 
-from pydantic import BeforeValidator, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from libs.config.file import SettingsFile
@@ -18,6 +18,8 @@ SettingsT = TypeVar("SettingsT", bound="Settings")
 ConfigT = TypeVar("ConfigT", bound="Settings")
 
 ENV_PREFIX = "TOKENLOOM_"
+# Linux's sockaddr_un holds 108 bytes, the last of them zero.
+MAX_SOCKET_PATH = 107
 # What stands for "no value" on a command line and in the environment.
 NONE_WORD = "None"
 
@@ -40,6 +42,26 @@ def _amount(value: Any) -> Any:
 
 # A whole number that may be written 4k (4,000) or 4K (4,096).
 Amount = Annotated[int, BeforeValidator(_amount)]
+
+
+def _check_address(value: str) -> str:
+    scheme, _, path = value.partition(":")
+    if scheme in ("unix", "unix-abstract"):
+        if not path:
+            raise ValueError(f"{scheme}: names no socket")
+        if len(path.encode()) > MAX_SOCKET_PATH:
+            raise ValueError(f"the socket's path takes {len(path.encode())} bytes; the system takes {MAX_SOCKET_PATH}")
+        return value
+    host, _, port = value.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{value or 'an empty text'} is no address: write host:port or unix:/path")
+    if host.count(":") > 1 and not host.endswith("]") and not host.startswith("dns:"):
+        raise ValueError(f"{value}: an IPv6 address stands in brackets, [{host}]:{port}")
+    return value
+
+
+# Where a gRPC server listens or is reached: host:port or unix:/path.
+Address = Annotated[str, AfterValidator(_check_address)]
 
 
 @dataclass(frozen=True, slots=True)

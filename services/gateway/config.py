@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from libs.config import ServiceConfig, Settings
 from libs.config.concerns import DrainSettings, StatsSettings
-from libs.config.settings import Amount
+from libs.config.settings import MAX_SOCKET_PATH, Address, Amount
+
+# What a browser sends as Origin: no path and no trailing slash; `null` for files.
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s\[\]\"']+|[a-z]+://\[[0-9a-f:.]+\](:\d+)?")
 
 
 class ListenSettings(Settings):
@@ -23,6 +28,14 @@ class ListenSettings(Settings):
         description="Seconds after SIGTERM in which new requests are still served while /ready refuses, so that balancers can notice; "
         "--drain-timeout begins afterwards.",
     )
+
+    def contradictions(self) -> Iterator[str]:
+        """See Settings."""
+        if len(self.uds.encode()) > MAX_SOCKET_PATH:
+            yield f"--uds: the path takes {len(self.uds.encode())} bytes; the system takes {MAX_SOCKET_PATH}"
+        for name in ("host", "port"):
+            if self.uds and self.given(name):
+                yield f"--uds and --{name}: a gateway that serves on a Unix socket serves on no address; leave one of them out"
 
 
 class ApiSettings(Settings):
@@ -48,6 +61,21 @@ class CorsSettings(Settings):
     allowed_headers: list[str] = Field(default_factory=lambda: ["*"], description="Header that CORS allows, or *; may be repeated.")
     allow_credentials: bool = Field(False, description="Whether CORS allows cookies and authorization of the browser.")
 
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin} is no origin, and no browser would ever match it: write https://host, with :port if any, or *")
+        return value
+
+    def contradictions(self) -> Iterator[str]:
+        """See Settings."""
+        if self.allow_credentials and not self.allowed_origins:
+            yield "--allow-credentials says nothing without --allowed-origins: no browser may call at all"
+        if self.allow_credentials and "*" in self.allowed_origins:
+            yield "--allow-credentials with --allowed-origins *: every site could act as its visitor; name the origins"
+
 
 class LimitSettings(Settings):
     """Limits of a request."""
@@ -72,8 +100,8 @@ class LimitSettings(Settings):
 class UpstreamSettings(Settings):
     """The services behind it."""
 
-    scheduler_address: str = Field("127.0.0.1:50052", description="gRPC address of the scheduler (unix:/path or host:port).")
-    tokenizer_address: list[str] = Field(
+    scheduler_address: Address = Field("127.0.0.1:50052", description="gRPC address of the scheduler (unix:/path or host:port).")
+    tokenizer_address: list[Address] = Field(
         default_factory=lambda: ["127.0.0.1:7001"],
         description="gRPC address of a tokenizer replica; may be repeated. Calls go to the one with the fewest outstanding.",
     )

@@ -7,15 +7,18 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from libs.config import ServiceConfig, Settings
-from libs.config.concerns import DrainSettings, StatsSettings, StepSettings, StoreSettings
+from libs.config.concerns import AdvertiseSettings, DrainSettings, StatsSettings, StepSettings, StoreSettings
+from libs.config.settings import Address
 
 
 class MeshSettings(Settings):
     """Its place in the mesh."""
 
-    listen: str = Field("127.0.0.1:50052", description="gRPC address of the service: `unix:/path` or `host:port`.")
-    worker_address: list[str] = Field(default_factory=list, description="Address of a worker group; may be repeated. Beside the registry.")
-    tokenizer_address: list[str] = Field(default_factory=list, description="Address of a tokenizer replica; may be repeated.")
+    listen: Address = Field("127.0.0.1:50052", description="gRPC address of the service: `unix:/path` or `host:port`.")
+    worker_address: list[Address] = Field(
+        default_factory=list, description="Address of a worker group; may be repeated. Beside the registry."
+    )
+    tokenizer_address: list[Address] = Field(default_factory=list, description="Address of a tokenizer replica; may be repeated.")
     shard: int = Field(0, ge=0, description="Shard of worker groups that this scheduler owns.")
     worker_grace: float = Field(60.0, gt=0, description="Seconds that requests wait for a worker to come back before they fail with 503.")
 
@@ -59,7 +62,16 @@ class PaceSettings(Settings):
 
 
 class SchedulerConfig(
-    MeshSettings, StoreSettings, QueueSettings, StepSettings, PlanSettings, PaceSettings, DrainSettings, StatsSettings, ServiceConfig
+    MeshSettings,
+    StoreSettings,
+    AdvertiseSettings,
+    QueueSettings,
+    StepSettings,
+    PlanSettings,
+    PaceSettings,
+    DrainSettings,
+    StatsSettings,
+    ServiceConfig,
 ):
     """The scheduler: owner of the waiting queue, the KV block ledger and every ending."""
 

@@ -8,14 +8,14 @@ from pydantic import Field
 
 from libs.config import ServiceConfig, Settings
 from libs.config.concerns import DrainSettings
-from libs.config.settings import Amount
+from libs.config.settings import Address, Amount
 
 
 class ListenSettings(Settings):
     """Model and address."""
 
     model: str = Field("", description="Model directory. Of its files the tokenizer needs config.json, tokenizer.json and the template.")
-    listen: str = Field("127.0.0.1:7001", description="gRPC address of the service: `unix:/path` or `host:port`.")
+    listen: Address = Field("127.0.0.1:7001", description="gRPC address of the service: `unix:/path` or `host:port`.")
 
 
 class PoolSettings(Settings):

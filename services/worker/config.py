@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from libs.config import ServiceConfig, Settings
-from libs.config.concerns import StepSettings, StoreSettings
-from libs.config.settings import Amount
+from libs.config.concerns import AdvertiseSettings, StepSettings, StoreSettings
+from libs.config.settings import Address, Amount
 
 
 class ModelSettings(Settings):
@@ -29,9 +30,7 @@ class ModelSettings(Settings):
 class CacheSettings(Settings):
     """The KV cache."""
 
-    kv_cache_memory_bytes: Amount | None = Field(
-        None, ge=1, description="Size of the KV cache in bytes; wins over --gpu-memory-utilization. None: derived from memory."
-    )
+    kv_cache_memory_bytes: Amount | None = Field(None, ge=1, description="Size of the KV cache in bytes; None: derived from memory.")
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
@@ -39,6 +38,11 @@ class CacheSettings(Settings):
         description="Share of the device's memory (CPUs: the machine's or the container's) for weights and KV cache together. "
         "None: a KV cache of 4 GiB, or a quarter of the memory where that is less.",
     )
+
+    def contradictions(self) -> Iterator[str]:
+        """See Settings."""
+        if self.kv_cache_memory_bytes is not None and self.gpu_memory_utilization is not None:
+            yield "--kv-cache-memory-bytes and --gpu-memory-utilization both give the KV cache its size; leave one of them out"
 
 
 class ExecutionSettings(Settings):
@@ -60,10 +64,17 @@ class ExecutionSettings(Settings):
 class MeshSettings(Settings):
     """Its place in the mesh."""
 
-    listen: str = Field("127.0.0.1:0", description="gRPC address: unix:/path or host:port (port 0: any free one).")
+    listen: Address = Field("127.0.0.1:0", description="gRPC address: unix:/path or host:port (port 0: any free one).")
 
 
-class WorkerConfig(ModelSettings, CacheSettings, StepSettings, ExecutionSettings, MeshSettings, StoreSettings, ServiceConfig):
+class WorkerConfig(
+    ModelSettings, CacheSettings, StepSettings, ExecutionSettings, MeshSettings, StoreSettings, AdvertiseSettings, ServiceConfig
+):
     """The worker service: weights, KV cache, attention and sampling of one model, behind one gRPC stream."""
 
     section: ClassVar[str] = "worker"
+
+    def contradictions(self) -> Iterator[str]:
+        """See Settings."""
+        if self.kernels == "cpu" and self.dtype in ("float16", "bfloat16"):
+            yield f"--kernels cpu and --dtype {self.dtype}: the C++ kernels take float32; leave --kernels at auto, or --dtype"

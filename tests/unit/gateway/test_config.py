@@ -11,7 +11,15 @@ from services.gateway.config import GatewayConfig
 def test_names_and_keys_may_be_repeated():
     config = parse(
         GatewayConfig,
-        ["--served-model-name=a", "--served-model-name=b", "--api-key=k", "--port=9", "--tokenizer-address=unix:/x", "--allow-credentials"],
+        [
+            "--served-model-name=a",
+            "--served-model-name=b",
+            "--api-key=k",
+            "--port=9",
+            "--tokenizer-address=unix:/x",
+            "--allowed-origins=https://a",
+            "--allow-credentials",
+        ],
         prog="gateway",
     )
     assert (config.model_names, config.api_key, config.port, config.tokenizer_address) == (["a", "b"], ["k"], 9, ["unix:/x"])
@@ -23,7 +31,7 @@ def test_without_a_name_there_is_one():
 
 
 def test_flags_survive_being_handed_to_a_child_process():
-    config = GatewayConfig(port=0, served_model_name=["a b"], api_key=["-x"], request_timeout=1.5, uds="/tmp/x")
+    config = GatewayConfig(served_model_name=["a b"], api_key=["-x"], request_timeout=1.5, uds="/tmp/x")
     args = to_args(config, list(GatewayConfig.model_fields))
     assert parse(GatewayConfig, args, prog="gateway").model_dump() == config.model_dump()
 

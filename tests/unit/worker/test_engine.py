@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 import torch
 
 from libs.errors import ErrorCode, TokenloomError
@@ -69,7 +70,7 @@ def test_the_16_bit_types_run_on_the_reference(tiny_llama_dir: Path, dtype: str)
 
 
 def test_kernels_that_are_insisted_on_are_not_replaced(tiny_llama_dir: Path):
-    with pytest.raises(TokenloomError, match=r"take float32"):
+    with pytest.raises(ValidationError, match=r"--kernels cpu and --dtype bfloat16: the C\+\+ kernels take float32"):
         load_engine(tiny_llama_dir, kernels="cpu", dtype="bfloat16")
 
 
