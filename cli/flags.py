@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.trace_settings import TraceKeepingSettings
-from libs.config import CommonConfig, ConfigT, ServiceConfig
+from libs.config import CommonConfig, ConfigT, ServiceConfig, Settings
+from libs.config.concerns import StepSettings
 from libs.config.describe import help_of, spellings
 from libs.config.found import Found, Source
 from libs.config.settings import flag_of
@@ -83,6 +84,18 @@ def service_config(config: type[ConfigT], options: ServeOptions, **decided: Any)
     found |= {name: value for name, value in own.items() if name not in found or found[name].source < Source.ENVIRONMENT}
     found |= {name: Found(value, Source.DECIDED, flag_of(name)) for name, value in decided.items() if name in config.model_fields}
     return build(config, found)
+
+
+def refuse_disagreements(configs: Mapping[str, Settings]) -> None:
+    """Refuses two services of one mesh that were told different sizes of a step, as sections of a file can.
+
+    Raises TokenloomError (INVALID_REQUEST) that names both.
+    """
+    for name in StepSettings.model_fields:
+        told = {service: config.found(name) for service, config in configs.items() if name in type(config).model_fields}
+        if len({found.value for found in told.values()}) > 1:
+            values = ", ".join(f"{found.value} to the {service} ({found.where})" for service, found in told.items())
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{flag_of(name)} is one number for a mesh, but it is {values}", param=name)
 
 
 def print_help(console: Console) -> None:

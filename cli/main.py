@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 # The one lazy registry of the command line: what is imported for which command.
-_MODULES = {"serve": "cli.serve", "trace": "cli.trace", "model": "cli.model"}
+_MODULES = {"serve": "cli.serve", "config": "cli.config", "trace": "cli.trace", "model": "cli.model"}
 
 app = typer.Typer(name="tokenloom", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -42,6 +42,19 @@ def _root(
 def serve(context: typer.Context) -> None:
     """Serve a model on this machine. Its flags are the services' own; `tokenloom serve --help` lists them."""
     raise typer.Exit(_module("serve").main(context.args))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Show the settings that a start would have, and where each comes from.",
+)
+def config(context: typer.Context) -> None:
+    """Show the settings that `tokenloom serve` would have with these flags, or one service (`tokenloom config worker --model DIR`).
+
+    Each with where it comes from: default, file, environment or flag; keys and passwords are hidden. Exit code 2 and the message that the
+    start would end with when something is wrong. --json prints JSON, --docs the tables of docs/configuration.md.
+    """
+    raise typer.Exit(_module("config").main(context.args))
 
 
 @app.command()

@@ -14,7 +14,7 @@ from pathlib import Path
 from opentelemetry.sdk.resources import OTELResourceDetector
 
 from cli.child import ServiceSpec
-from cli.flags import SERVICES, ServeOptions, service_config
+from cli.flags import SERVICES, ServeOptions, refuse_disagreements, service_config
 from cli.ports import choose
 from cli.rundir import RunDirectory
 from cli.trace_settings import TraceKeepingSettings
@@ -80,6 +80,7 @@ def plan(options: ServeOptions, model: Path, port: int, log_format: str, run_dir
         )
         for name, config in SERVICES.items()
     }
+    refuse_disagreements(configs)
     gateway = configs["gateway"]
     assert isinstance(gateway, GatewayConfig)
     specs = [_spec(name, config) for name, config in configs.items()]

@@ -35,8 +35,8 @@ def default_of(info: FieldInfo) -> str:
     return ", ".join(default) if isinstance(default, list) else "" if default is None else str(default)
 
 
-def help_of(info: FieldInfo) -> str:
-    """The field's docs and its default."""
-    default = default_of(info)
+def help_of(info: FieldInfo, *, with_default: bool = True) -> str:
+    """The field's docs, and its default."""
+    default = default_of(info) if with_default else ""
     required = " Required." if info.is_required() else ""
     return f"{info.description or ''}{f' Default: {default}.' if default else ''}{required}"
