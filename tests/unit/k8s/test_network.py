@@ -39,6 +39,13 @@ def test_with_an_external_redis_its_clients_leave_the_namespace(rendered):
     assert leaving == {(name, port) for name in ("scheduler", "worker") for port in ("6379", "6380")}
 
 
+def test_with_tracing_every_service_and_envoy_reach_the_collector_and_it_alone_jaeger(rendered):
+    cluster = rendered("gpu", "tracing")
+    exporting = {(name, "otel-collector", 4317) for name in ("gateway", "tokenizer", "scheduler", "worker", "envoy")}
+    assert triples(allowed_edges(cluster)) == GRAPH | STORE | exporting
+    assert {(way.workload, way.port) for way in openings(cluster) if way.peer == "namespace observability"} == {("otel-collector", "4317")}
+
+
 def test_prometheus_reaches_metrics_and_nothing_else(rendered):
     opened = {(way.workload, way.port) for way in openings(rendered("cpu", "monitoring")) if way.peer == "namespace monitoring"}
     assert opened == {("gateway", "8000"), ("tokenizer", "9100"), ("scheduler", "9100"), ("worker", "9100"), ("envoy", "9902")}
