@@ -135,6 +135,20 @@ def test_a_request_without_output_has_no_prefill_time():
     assert value(metrics.registry, "request_prefill_time_seconds_count") == 0
 
 
+def test_what_a_request_took_leads_to_its_trace():
+    metrics, exemplar = SchedulerMetrics(), {"trace_id": "0af7651916cd43dd8448eb211c80319c"}
+    metrics.ended(ended(Ending(FinishReason.STOP)), exemplar)
+    found = [sample for family in metrics.registry.collect() for sample in family.samples if sample.exemplar]
+    assert {sample.name for sample in found} == {"tokenloom:request_queue_time_seconds_bucket"}  # it had no output: no other stage
+    assert [sample.exemplar.labels for sample in found] == [exemplar]
+
+
+def test_every_ending_has_a_series_before_the_first_of_its_kind():
+    metrics = SchedulerMetrics()
+    assert all(value(metrics.registry, "request_cancelled_total", reason=reason.value) == 0 for reason in CancelReason)
+    assert all(value(metrics.registry, "request_failed_total", reason=code.spec.label) == 0 for code in ErrorCode)
+
+
 def test_two_schedulers_in_one_process_do_not_share_numbers():
     first, second = SchedulerMetrics(), SchedulerMetrics()
     first.worker_losses.inc()
