@@ -80,9 +80,9 @@ def _concerns(config: Settings, without: frozenset[str]) -> list[Concern]:
 
 def _shown(config: Settings, name: str) -> Found:
     """A setting as it may be shown to anybody."""
-    found, extra = config.found(name), type(config).model_fields[name].json_schema_extra
+    found = config.found(name)
     value = found.value
-    if isinstance(extra, dict) and extra.get("secret"):
+    if name in type(config).secrets():
         value = [_HIDDEN for _ in value]
     elif isinstance(value, list):
         value = [_without_password(item) for item in value]

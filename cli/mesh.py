@@ -23,8 +23,6 @@ from libs.models.catalog import DEFAULT_MODEL
 from libs.telemetry.otel_environment import read_environment
 from services.gateway.config import GatewayConfig
 
-# Flags whose values must not show in the process list; they travel in the environment.
-SECRETS = ("api_key",)
 METRICS_HOST = "127.0.0.1"
 # What a service gets for its running work at the end if it has no --drain-timeout, and on top for closing streams and exporting spans.
 _DRAIN_SECONDS, _STOP_MARGIN_SECONDS = 5.0, 5.0
@@ -106,14 +104,15 @@ def _decided(name: str, run_directory: RunDirectory) -> dict[str, object]:
 def _spec(name: str, config: ServiceConfig) -> ServiceSpec:
     drain = getattr(config, "drain_delay", 0.0) + getattr(config, "drain_timeout", _DRAIN_SECONDS)
     stop_seconds = drain + _STOP_MARGIN_SECONDS
-    flags = to_args(config, [field for field in type(config).model_fields if field not in SECRETS])
+    flags = to_args(config, [field for field in type(config).model_fields if field not in config.secrets()])
     # -P: a folder called `services` where the user happens to stand must not be imported.
     command = (sys.executable, "-P", "-m", f"services.{name}", *flags)
     return ServiceSpec(name, command, stop_seconds, env={**_secrets(config), **_service_name(name)})
 
 
 def _secrets(config: ServiceConfig) -> dict[str, str]:
-    return {f"TOKENLOOM_{name.upper()}": to_text(getattr(config, name), name) for name in SECRETS if name in config.model_fields_set}
+    """What must not show in the process list travels in the environment."""
+    return {f"TOKENLOOM_{name.upper()}": to_text(getattr(config, name), name) for name in config.secrets() & config.model_fields_set}
 
 
 def _service_name(name: str) -> dict[str, str]:

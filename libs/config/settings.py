@@ -148,6 +148,12 @@ class Settings(BaseSettings):
         return self._file.sections.get(service, {}) if self._file else {}
 
     @classmethod
+    def secrets(cls) -> frozenset[str]:
+        """The fields whose values nobody may read over another's shoulder: not on a command line, not in what is printed."""
+        extras = {name: info.json_schema_extra for name, info in cls.model_fields.items()}
+        return frozenset(name for name, extra in extras.items() if isinstance(extra, dict) and extra.get("secret"))
+
+    @classmethod
     def groups(cls) -> list[Group]:
         """The fields by the concern that declares them, the class's own first."""
         seen: set[str] = set()
