@@ -48,7 +48,7 @@ def stream(url: str, content: str, *, max_tokens: int, begun: threading.Event | 
     return got
 
 
-def ask(url: str, content: str) -> int:
+def ask(url: str, content: str, model: str = MODEL) -> int:
     """One short chat; returns its HTTP status."""
-    request = body(content, max_tokens=1, stream=False)
+    request = body(content, max_tokens=1, stream=False) | {"model": model}
     return httpx.post(f"{url}/v1/chat/completions", json=request, timeout=120, trust_env=False).status_code

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.docker.deployment import Deployment
+from tests.docker.deployment import OTHER_MODEL, Deployment
+from tests.support.tiny_llama import make_tiny_llama
 
 # Building takes minutes where nothing is cached yet; each test gets what a slow disk needs, and each wait inside has a bound of its own.
 TEST_TIMEOUT_SECONDS = 600
@@ -40,7 +43,11 @@ def _why_not(config: pytest.Config) -> str:
 @pytest.fixture(scope="session")
 def images() -> Iterator[Deployment]:
     """The deployment with its images built, before anything of it runs; removed at the end, whatever happened."""
-    deployment = Deployment()
+    # Not pytest's own folder: the containers' user may not enter that.
+    models = Path(tempfile.mkdtemp(prefix="tokenloom-models-"))
+    models.chmod(0o755)
+    make_tiny_llama(models / OTHER_MODEL)
+    deployment = Deployment(models)
     try:
         started = time.monotonic()
         deployment.compose("build", timeout=540)
@@ -48,6 +55,7 @@ def images() -> Iterator[Deployment]:
         yield deployment
     finally:
         deployment.remove()
+        shutil.rmtree(models)
 
 
 @pytest.fixture(scope="session")

@@ -16,21 +16,30 @@ from tests.support.mesh import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "SmolLM2-135M-Instruct"
+# Below the folder that is mounted; tiny and random.
+OTHER_MODEL = "tiny"
 
 
 class Deployment:
-    """One compose project. Its name is unique, so that it meets no other on the same engine."""
+    """One compose project, serving from a folder of models. Its name is unique, so that it meets no other on the same engine.
 
-    def __init__(self) -> None:
+    `settings` are the variables of .env that differ from it; a test may change them before the next `up`.
+    """
+
+    def __init__(self, models: Path) -> None:
         self.project = f"tokenloom-test-{uuid.uuid4().hex[:8]}"
         self.port = free_port()
-        self._env = {**os.environ, "PORT": str(self.port), "BIND": "127.0.0.1", "MODEL": "", "SERVED_MODEL_NAME": ""}
-        self._env |= {"WHEELS": _wheels(), "REDIS_USER": _owner_of_redis_data(), "MODELS_DIR": str(ROOT / "tests" / "docker")}
+        self.settings = {"PORT": str(self.port), "BIND": "127.0.0.1", "MODEL": "", "SERVED_MODEL_NAME": "", "MODELS_DIR": str(models)}
+        self.settings |= {"WHEELS": _wheels(), "REDIS_USER": _owner_of_redis_data()}
 
     @property
     def url(self) -> str:
         """Envoy's edge on this machine."""
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def _env(self) -> dict[str, str]:
+        return {**os.environ, **self.settings}
 
     def compose(self, *arguments: str, timeout: float = 120) -> str:
         """Runs `docker compose` on the project and returns what it printed. Fails the test, with that output, when compose fails."""

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.docker.chat import ask, stream
-from tests.docker.deployment import Deployment, docker, eventually, inspect, metric
+from tests.docker.deployment import OTHER_MODEL, Deployment, docker, eventually, inspect, metric
 
 pytestmark = pytest.mark.docker
 
 SERVED = ("gateway", "tokenizer", "scheduler", "worker", "redis", "envoy")
 HTTP_OK = 200
+HTTP_NOT_FOUND = 404
 
 
 def encoded(container: str) -> float:
@@ -147,3 +148,11 @@ def test_a_second_start_finds_the_model_there_and_serves_again(mesh: Deployment)
     mesh.up()
     assert "is already at /models/served" in mesh.compose("logs", "model").splitlines()[-1]
     assert ask(mesh.url, "Hello again") == HTTP_OK
+
+
+def test_another_model_from_the_mounted_folder_replaces_the_first_everywhere(mesh: Deployment):
+    mesh.settings["MODEL"] = OTHER_MODEL
+    mesh.up()
+    assert f"{OTHER_MODEL} imported into /models/served" in mesh.compose("logs", "model")
+    assert ask(mesh.url, "Hello", OTHER_MODEL) == HTTP_OK
+    assert ask(mesh.url, "Hello") == HTTP_NOT_FOUND
