@@ -82,20 +82,18 @@ class Engine:
         """Set once the core has raised: it is not entered again, and the process must end without draining."""
         return self.shard.broken
 
-    def next_epoch(self) -> tuple[int, int]:
+    async def next_epoch(self) -> tuple[int, int]:
         """See LinkOwner."""
-        return self._leadership.next_epoch()
+        return await self._leadership.next_epoch()
 
-    def token_refused(self, highest: int, *, was_attached: bool) -> None:
+    async def token_refused(self, highest: int, *, was_attached: bool) -> None:
         """See LinkOwner. It steps down when it had the worker and lost it to a higher token, or when another has taken a token from its
         store since: were its own raised then, the two would depose each other for ever. Else ours is raised."""
         if self.superseded.is_set():
             return
-        if was_attached or self._leadership.has_successor:
+        if was_attached or not await self._leadership.outbid(highest):
             log.error("another scheduler leads; this one steps down", token=self._leadership.token, highest_token=highest)
             self.superseded.set()
-        else:
-            self._leadership.raise_token(highest)
 
     @enters_core(TokenloomError)
     def worker_attached(self, link: WorkerLink, attached: worker_pb2.Attached) -> None:

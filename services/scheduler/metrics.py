@@ -10,6 +10,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from libs.errors import ErrorCode
+from libs.store.metrics import StoreMetrics
 from libs.telemetry.metrics import LATENCY_BUCKETS, STEP_BUCKETS, TOKEN_BUCKETS, new_registry
 from services.scheduler.core.request import CancelReason, Request, WaitReason
 from services.scheduler.core.state import SchedulerState
@@ -24,6 +25,7 @@ class SchedulerMetrics:
 
     def __init__(self) -> None:
         self.registry = new_registry()
+        self.store = StoreMetrics(self.registry)
         histogram = self._histogram
         self.queue_time = histogram("request_queue_time_seconds", "Arrival to first dispatch. Grows: more blocks or sequences.")
         self.prefill_time = histogram("request_prefill_time_seconds", "First dispatch to first token. Grows: prefix caching.")

@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 
+from libs.addresses import advertised
 from libs.clock import SystemClock
 from libs.errors import ErrorCode, TokenloomError
 from libs.process import guard
 from libs.rpc import Server, connect, error_of, listen, new_server
-from libs.store import SqliteStore, Store, StoreError
+from libs.store import Store, StoreError, open_store
+from libs.store.registry import WORKERS, Member, keep_registered, members, schedulers
 from libs.telemetry.logs import get_logger
 from libs.telemetry.metrics import serve_metrics
 from libs.telemetry.tracing import Tracer
@@ -74,9 +74,11 @@ async def _first(*events: asyncio.Event) -> None:
 class SchedulerProcess:
     """Everything that runs in the process, for `run` and for tests."""
 
-    def __init__(self, config: SchedulerConfig, tracer: Tracer, on_attached: Callable[[], None] = lambda: None) -> None:
-        """`on_attached`: see Engine."""
-        self.config = config
+    def __init__(
+        self, config: SchedulerConfig, tracer: Tracer, on_attached: Callable[[], None] = lambda: None, *, instance: str = "scheduler"
+    ) -> None:
+        """`on_attached`: see Engine; `instance`: its name in the registry."""
+        self.config, self._instance = config, instance
         self._on_attached = on_attached
         self.tracer = tracer
         self.metrics = SchedulerMetrics()
@@ -89,17 +91,17 @@ class SchedulerProcess:
     async def start(self) -> None:
         """Comes up; returns once it listens.
 
-        Raises OSError when an address is taken, StoreError when the store cannot be opened, TokenloomError (INVALID_REQUEST) when the
-        configuration names no tokenizer or no worker.
+        Raises OSError when an address is taken, TokenloomError (INVALID_REQUEST) when the configuration names no tokenizer or no worker, or
+        a store that there cannot be. One that is away is no obstacle.
         """
         config = self.config
         if not config.tokenizer_address:
             raise TokenloomError(ErrorCode.INVALID_REQUEST, "no tokenizer to ask for the text table", param="--tokenizer-address")
         if not config.store and not config.worker_address:
             raise TokenloomError(ErrorCode.INVALID_REQUEST, "no worker to serve: give its address or a store", param="--worker-address")
-        self._store = SqliteStore(Path(config.store)) if config.store else None
+        self._store = store = open_store(config.store, self.metrics.store) if config.store else None
         table = await fetch_table(config.tokenizer_address)
-        engine = Engine(config, SystemClock(), self.tracer, self.metrics, Leadership(self._store), table, self._on_attached)
+        engine = Engine(config, SystemClock(), self.tracer, self.metrics, await Leadership.take(store), table, self._on_attached)
         self.engine = engine
         self.metrics.watch(asyncio.get_running_loop(), lambda: engine.state)
         serve_metrics(self.metrics.registry, config.metrics_host, config.metrics_port)
@@ -109,28 +111,40 @@ class SchedulerProcess:
         for worker in config.worker_address:
             self._link(worker)
         self._tasks = [
-            guard(asyncio.create_task(self._watch_registry(), name="registry")),
             guard(asyncio.create_task(self._tick(), name="tick")),
         ]
+        if store is not None:
+            self._tasks += [
+                guard(asyncio.create_task(self._watch_registry(store), name="registry")),
+                guard(asyncio.create_task(self._register(store, engine), name="registration")),
+            ]
 
     def _link(self, address: str) -> None:
         if self.engine is not None and address not in self.links:
             self.links[address] = WorkerLink(address, self.engine)
             self.links[address].start()
 
-    async def _watch_registry(self) -> None:
+    async def _register(self, store: Store, engine: Engine) -> None:
+        """Tells gateways where it is, and by its token whether it is the last one to lead."""
+        config = self.config
+        address = await advertised(self.server.address, config.advertise_address, towards=store.host)
+        await keep_registered(store, schedulers(config.shard), lambda: Member(address, self._instance, engine.fencing_token))
+
+    async def _watch_registry(self, store: Store) -> None:
         """Follows the registry: new workers are dialled, vanished ones are dropped once their stream has ended."""
-        store, said = self._store, ""
-        while store is not None:
+        failing = False
+        while True:
             try:
-                entries = await asyncio.to_thread(store.list, "workers/")
-                known = {str(json.loads(entry.value)["address"]) for entry in entries} | set(self.config.worker_address)
-            except (StoreError, ValueError, KeyError, TypeError) as error:
-                if str(error) != said:
+                known = {member.address for member in await members(store, WORKERS)}
+            except StoreError as error:
+                if not failing:
                     log.warning("worker registry cannot be read; known workers stay", reason=str(error))
-                    said = str(error)
+                failing = True
             else:
-                await self._follow(known)
+                if failing:
+                    log.info("worker registry can be read again", workers=len(known))
+                failing = False
+                await self._follow(known | set(self.config.worker_address))
             await asyncio.sleep(_REGISTRY_SECONDS)
 
     async def _follow(self, known: set[str]) -> None:
@@ -172,6 +186,8 @@ class SchedulerProcess:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.server.stop(0.0 if broken else 0.5)  # within which the sessions' writers send the last endings
         await asyncio.gather(*(link.stop() for link in self.links.values()))
+        if self._store is not None:
+            await self._store.close()
 
 
 def _freeze_heap() -> None:
@@ -192,14 +208,14 @@ async def run(config: SchedulerConfig, instance: str, stop: asyncio.Event) -> in
     except TokenloomError as error:
         log.error("scheduler cannot start", reason=error.message, flag=error.param)
         return 1
-    process = SchedulerProcess(config, tracer, _freeze_heap)
+    process = SchedulerProcess(config, tracer, _freeze_heap, instance=instance)
     tracer.count_in(process.metrics.registry)
     start = asyncio.create_task(process.start())
     await asyncio.wait([start, stopping := asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
     if start.done():
         try:
             start.result()
-        except (OSError, StoreError, TokenloomError) as error:
+        except (OSError, TokenloomError) as error:
             log.error("scheduler cannot start", reason=str(error), flag=getattr(error, "param", None))
             stopping.cancel()
             return 1

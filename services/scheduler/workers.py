@@ -33,10 +33,10 @@ log = get_logger(__name__)
 class LinkOwner(Protocol):
     """What a link needs of the engine."""
 
-    def next_epoch(self) -> tuple[int, int]:
+    async def next_epoch(self) -> tuple[int, int]:
         """The leader's fencing token and an epoch that was never used."""
 
-    def token_refused(self, highest: int, *, was_attached: bool) -> None:
+    async def token_refused(self, highest: int, *, was_attached: bool) -> None:
         """A worker has seen the token `highest`, above ours; `was_attached`: and obeyed us before, so that another leader has come."""
 
     def worker_attached(self, link: WorkerLink, attached: worker_pb2.Attached) -> None:
@@ -121,7 +121,7 @@ class WorkerLink:
             reason = error_of(rpc_error)
             if reason.code is ErrorCode.STALE_FENCING_TOKEN:
                 refusal = detail_of(rpc_error, worker_pb2.FencingRefusal)
-                self.owner.token_refused(refusal.highest_fencing_token if refusal else 0, was_attached=self.attached)
+                await self.owner.token_refused(refusal.highest_fencing_token if refusal else 0, was_attached=self.attached)
             return reason
         except Exception as error:  # a bug here or nonsense from there must not leave the group attached to a dead link
             log.exception("worker stream broke", worker=self.address)
@@ -129,8 +129,8 @@ class WorkerLink:
         raise AssertionError("a stream ends by an exception")
 
     async def _stream(self, stub: Any) -> None:
+        token, epoch = await self.owner.next_epoch()
         call = stub.Run()
-        token, epoch = self.owner.next_epoch()
         attach = worker_pb2.Attach(protocol_version=PROTOCOL_VERSION, fencing_token=token, epoch=epoch, scheduler="scheduler")
         writer = None
         try:

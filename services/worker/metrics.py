@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from libs.store.metrics import StoreMetrics
 from libs.telemetry.metrics import STEP_BUCKETS, TOKEN_BUCKETS, new_registry
 from tokenloom.worker.v1 import worker_pb2
 
@@ -20,6 +21,7 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = new_registry()
+        self.store = StoreMetrics(registry)
 
         def step_time(name: str, text: str) -> Histogram:
             return Histogram(_PREFIX + name, text, buckets=STEP_BUCKETS, registry=registry)

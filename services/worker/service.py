@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Any
 
 from libs import rpc
+from libs.addresses import advertised
 from libs.errors import TokenloomError
 from libs.process import guard
+from libs.store import Store, open_store
+from libs.store.registry import WORKERS, Member, keep_registered
 from libs.telemetry.logs import get_logger
 from libs.telemetry.metrics import serve_metrics
 from libs.telemetry.tracing import SpanRecord, Tracer
 from services.worker.config import WorkerConfig
 from services.worker.engine import load
 from services.worker.metrics import WorkerMetrics
-from services.worker.registration import keep_registered
 from services.worker.runner import Runner
 from services.worker.server import WorkerServicer
 from services.worker.steps import Steps
@@ -32,11 +33,12 @@ async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int
     """Runs until `stop` is set; returns the exit code (1: the model cannot be loaded or the address cannot be bound)."""
     loop = asyncio.get_running_loop()
     try:
+        metrics = WorkerMetrics()
+        store = open_store(config.store, metrics.store) if config.store else None
         tracer = Tracer.of_process("worker", instance, config.otlp_endpoint)
     except TokenloomError as error:
         _log.error("cannot start", reason=error.message)
         return 1
-    metrics = WorkerMetrics()
     tracer.count_in(metrics.registry)
     outcome: asyncio.Future[Steps | BaseException] = loop.create_future()
 
@@ -63,7 +65,9 @@ async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int
         return 1
     _log.info("listening; loading the model", address=address, model=str(config.model))
     runner.start()
-    code = await _serve_loaded(config, instance, stop, server, servicer, outcome)
+    code = await _until_loaded(stop, server, servicer, outcome)
+    if code is None:
+        code = await _serve_registered(config, instance, stop, server, store)
     await server.health.enter_graceful_shutdown()
     await servicer.drain()
     await server.stop(_GRACE_SECONDS)
@@ -72,15 +76,10 @@ async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int
     return code
 
 
-async def _serve_loaded(
-    config: WorkerConfig,
-    instance: str,
-    stop: asyncio.Event,
-    server: rpc.Server,
-    servicer: WorkerServicer,
-    outcome: asyncio.Future[Steps | BaseException],
-) -> int:
-    """Waits for the model, then serves until `stop`; 1 when the model cannot be loaded."""
+async def _until_loaded(
+    stop: asyncio.Event, server: rpc.Server, servicer: WorkerServicer, outcome: asyncio.Future[Steps | BaseException]
+) -> int | None:
+    """Waits for the model; None once it is served. 1 when it cannot be loaded, 0 when `stop` came before."""
     stopped = asyncio.create_task(stop.wait())
     waiting: list[asyncio.Future[Any]] = [stopped, outcome]
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -92,15 +91,24 @@ async def _serve_loaded(
         reason = result.message if isinstance(result, TokenloomError) else repr(result)
         _log.error("the model cannot be loaded", reason=reason, exc_info=None if isinstance(result, TokenloomError) else result)
         return 1
+    stopped.cancel()
     servicer.loaded(result.facts)
     await server.set_ready(True)
     _log.info("ready", address=server.address)
-    if config.store:
-        registration = guard(asyncio.create_task(keep_registered(Path(config.store), instance, server.address), name="registration"))
-        await stopped
-        registration.cancel()
-        await asyncio.gather(registration, return_exceptions=True)
-    await stopped
+    return None
+
+
+async def _serve_registered(config: WorkerConfig, instance: str, stop: asyncio.Event, server: rpc.Server, store: Store | None) -> int:
+    """Serves until `stop`, in the store's registry where there is one."""
+    if store is None:
+        await stop.wait()
+        return 0
+    member = Member(await advertised(server.address, config.advertise_address, towards=store.host), instance)
+    registration = guard(asyncio.create_task(keep_registered(store, WORKERS, lambda: member), name="registration"))
+    await stop.wait()
+    registration.cancel()
+    await asyncio.gather(registration, return_exceptions=True)
+    await store.close()
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from libs.errors import ErrorCode, TokenloomError
-from libs.store import SqliteStore
+from libs.store.sqlite import SqliteStore
 from services.scheduler import workers
 from services.scheduler.core.request import WaitReason
 from tests.support.core import RULES
@@ -194,8 +194,8 @@ async def test_a_worker_is_found_in_the_store(tmp_path: Path):
     async with SchedulerMesh(tmp_path, static_workers=0, store=str(tmp_path / "store.db")) as mesh:
         session = await mesh.session()
         await mesh.worker(7)
-        store.put("workers/broken", "[]", ttl_seconds=0.01)
-        store.put("workers/w7", json.dumps({"address": mesh.worker_address(7)}), ttl_seconds=60)
+        await store.put("workers/broken", "[]", ttl_seconds=0.01)
+        await store.put("workers/w7", json.dumps({"address": mesh.worker_address(7)}), ttl_seconds=60)
         await session.ready()
         await session.submit(1, [1], params(max_tokens=3))
         assert len((await session.ended(1)).tokens) == 3
@@ -206,10 +206,10 @@ async def test_a_vanished_worker_is_forgotten_and_an_attached_one_is_not(tmp_pat
     store = SqliteStore(tmp_path / "store.db")
     async with SchedulerMesh(tmp_path, static_workers=0, store=str(tmp_path / "store.db")) as mesh:
         worker = await mesh.worker(7)
-        store.put("workers/w7", json.dumps({"address": mesh.worker_address(7)}), ttl_seconds=60)
+        await store.put("workers/w7", json.dumps({"address": mesh.worker_address(7)}), ttl_seconds=60)
         await (await mesh.session()).ready()
-        store.delete("workers/w7")
-        store.put("workers/w8", json.dumps({"address": mesh.worker_address(8)}), ttl_seconds=60)
+        await store.delete("workers/w7")
+        await store.put("workers/w8", json.dumps({"address": mesh.worker_address(8)}), ttl_seconds=60)
         await mesh.until(lambda: mesh.worker_address(8) in mesh.process.links)
         assert mesh.worker_address(7) in mesh.process.links
         await worker.stop()

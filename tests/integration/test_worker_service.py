@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from libs import rpc
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import pack_ids, unpack_ids
-from libs.store import SqliteStore
+from libs.store.sqlite import SqliteStore
 from services.worker.config import WorkerConfig
 from services.worker.service import serve
 from tokenloom.common.v1 import common_pb2
@@ -40,12 +40,13 @@ class Worker:
         """Its address, once it is in the store."""
         store = SqliteStore(Path(self.config.store))
         async with asyncio.timeout(WAIT):
-            while not (entries := store.list("workers/")):
+            while not (entries := await store.list("workers/")):
                 assert self.task is not None
                 assert not self.task.done()
                 await asyncio.sleep(0.02)
-        assert [entry.key for entry in entries] == ["workers/w-1"]
-        return str(json.loads(entries[0].value)["address"])
+        found = json.loads(entries[0].value)
+        assert (entries[0].key, found["instance"]) == (f"workers/{found['address']}", "w-1")
+        return str(found["address"])
 
     async def end(self) -> int:
         self.stop.set()
@@ -274,7 +275,7 @@ async def test_shutting_down_ends_the_stream_as_draining_and_leaves_the_registry
     code = asyncio.create_task(worker.end())
     assert await ending_of(stream) is ErrorCode.DRAINING
     assert await code == 0
-    assert SqliteStore(Path(worker.config.store)).list("workers/") == []
+    assert await SqliteStore(Path(worker.config.store)).list("workers/") == []
 
 
 async def test_a_model_that_cannot_be_served_ends_the_process_with_a_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

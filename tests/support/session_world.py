@@ -55,7 +55,7 @@ class SessionWorld:
     async def _engine(self, lease_steps: int) -> Engine:
         config = SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=SLOTS, max_queue=MAX_QUEUE, max_lease_steps=lease_steps)
         tracer = Tracer("scheduler", "test")
-        return Engine(config, self.clock, tracer, SchedulerMetrics(), Leadership(None), text_table(), lambda: None)
+        return Engine(config, self.clock, tracer, SchedulerMetrics(), await Leadership.take(None), text_table(), lambda: None)
 
     def close(self) -> None:
         """Frees the loop."""
@@ -208,7 +208,7 @@ class SessionWorld:
     def attach(self) -> None:
         """The worker comes (back)."""
         if self.worker is None:
-            token, epoch = self.engine.next_epoch()
+            token, epoch = self.loop.run_until_complete(self.engine.next_epoch())
             facts = worker_facts(BLOCKS, SLOTS, MAX_MODEL_LEN)
             self.worker = LeaseRunner(ModelWorker(BLOCKS, SLOTS, epoch=epoch))
             self.link.outgoing = asyncio.Queue()
