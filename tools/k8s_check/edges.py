@@ -16,8 +16,9 @@ from tools.k8s_check.manifests import LOADER, Cluster, Container, Manifest, Work
 _ADDRESS = re.compile(r"(?:^|//|,|@)([a-z][a-z0-9-]*):(\d+)(?=$|[/,])")
 # "jaeger-collector.observability.svc:4317", "...svc.cluster.local:4317"
 _ELSEWHERE = re.compile(r"(?:^|//|,|@)[a-z][a-z0-9-]*\.([a-z0-9-]+)\.svc[a-z.]*:(\d+)(?=$|[/,])")
-# A worker is dialled at the address that it registers, by the one who reads the registry.
-_REGISTERED, _REGISTRY_READER = "TOKENLOOM_ADVERTISE_ADDRESS", "scheduler"
+# Who registers an address in the store is dialled there by whoever reads that part of the registry (libs/store/registry.py).
+_REGISTERED = "TOKENLOOM_ADVERTISE_ADDRESS"
+_REGISTRY_READERS = {"worker": "scheduler", "scheduler": "gateway"}
 _DNS = "namespace kube-system, pods k8s-app=kube-dns"
 
 
@@ -56,7 +57,7 @@ def wanted_edges(cluster: Cluster) -> set[Edge]:
                     found |= _through(service, port, container.workload, cluster)
         registered = container.values.get(_REGISTERED)
         if registered is not None:
-            found.add(Edge(_REGISTRY_READER, container.workload.name, int(registered.rpartition(":")[2])))
+            found.add(Edge(_REGISTRY_READERS[container.workload.name], container.workload.name, int(registered.rpartition(":")[2])))
     return found
 
 

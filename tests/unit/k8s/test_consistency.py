@@ -71,14 +71,20 @@ def test_probes_ask_readiness_and_life_by_the_names_that_the_services_answer_to(
     assert {probe["grpc"]["port"] for probe in container.probes.values()} == {container.ports["grpc"]}
 
 
-def test_a_worker_registers_the_port_that_it_listens_on_at_its_pods_address(monkeypatch, rendered):
-    config = config_of(monkeypatch, rendered("cpu"), "worker")
-    assert config.advertise_address == f"10.1.2.3:{config.listen.rpartition(':')[2]}"
-
-
-def test_scheduler_and_workers_share_a_store(monkeypatch, rendered):
+def test_who_registers_gives_the_port_that_it_listens_on_at_its_pods_address(monkeypatch, rendered):
     cluster = rendered("cpu")
-    assert config_of(monkeypatch, cluster, "scheduler").store == config_of(monkeypatch, cluster, "worker").store == "redis://redis:6379/0"
+    registering = [name for name in SERVICES if "advertise_address" in CONFIGS[name].model_fields]
+    assert {"scheduler", "worker"} <= set(registering)
+    for name in registering:
+        config = config_of(monkeypatch, cluster, name)
+        assert config.advertise_address == f"10.1.2.3:{config.listen.rpartition(':')[2]}"
+
+
+def test_whoever_can_use_the_store_is_given_the_one_of_the_mesh(monkeypatch, rendered):
+    cluster = rendered("cpu")
+    using = [name for name in SERVICES if "store" in CONFIGS[name].model_fields]
+    assert {config_of(monkeypatch, cluster, name).store for name in using} == {"redis://redis:6379/0"}
+    assert {"scheduler", "worker"} <= set(using)
 
 
 @pytest.mark.parametrize("name", SERVICES)
