@@ -220,6 +220,15 @@ PROCESSES = Row(
             (Query('up{instance=~"$instance"}', "{{job}} {{instance}}"),),
         ),
         Panel(
+            "Store",
+            "p99 of a call of the shared store, and failures a second. Failures: it is away or full; serving goes on, but new workers are "
+            "not found. Slow: it is far or busy.",
+            (
+                Query(quantiles("store_call_seconds", 'job=~"gateway|scheduler|worker"')[2].expr, "p99, seconds"),
+                Query(rate("store_failures_total", "job", 'job=~"gateway|scheduler|worker"'), "failures {{job}}"),
+            ),
+        ),
+        Panel(
             "Spans lost",
             "Spans a second that no collector got. queue_full: the collector is slow; export_failed: it is away. Requests are not "
             "affected.",
