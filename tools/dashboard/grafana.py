@@ -111,7 +111,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "title": panel.title,
         "description": panel.description,
         "datasource": _DATASOURCE,
-        "fieldConfig": {"defaults": _field(panel), "overrides": []},
+        "fieldConfig": {"defaults": _field(panel), "overrides": [] if is_stat else [_without_zeros()]},
         "options": _stat_options() if is_stat else _series_options(),
         "targets": [_target(query, index, panel) for index, query in enumerate(panel.queries)],
     }
@@ -137,6 +137,12 @@ def _field(panel: Panel) -> dict[str, Any]:
             "thresholdsStyle": {"mode": "dashed" if panel.thresholds else "off"},
         },
     }
+
+
+def _without_zeros() -> dict[str, Any]:
+    """Leaves out of the legend what was zero all the time: series of all reasons and errors exist from the start."""
+    hidden = {"id": "custom.hideFrom", "value": {"legend": True, "tooltip": True, "viz": False}}
+    return {"matcher": {"id": "byValue", "options": {"op": "gte", "reducer": "allIsZero", "value": 0}}, "properties": [hidden]}
 
 
 def _stat_options() -> dict[str, Any]:

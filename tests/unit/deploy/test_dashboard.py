@@ -81,6 +81,13 @@ def test_every_query_of_our_metrics_names_the_job(expression: str):
         assert "job=" in selector, expression
 
 
+def test_series_that_stay_at_zero_do_not_fill_the_legend():
+    # Every error and every reason has one from the start.
+    for panel in PANELS:
+        hidden = [entry["matcher"]["options"]["reducer"] for entry in panel["fieldConfig"]["overrides"]]
+        assert hidden == ([] if panel["type"] == "stat" else ["allIsZero"]), panel["title"]
+
+
 def test_failures_are_the_errors_that_are_not_the_client_s():
     (failed,) = [target["expr"] for panel in PANELS if panel["title"] == "Failed requests" for target in panel["targets"]]
     (reasons,) = re.findall(r'reason=~"([^"]+)"', failed)
