@@ -119,7 +119,7 @@ def wanted_openings(cluster: Cluster) -> set[Opening]:
     """The ways in and out that the manifests have a reason for."""
     found = {Opening("in", "envoy", "anyone", "8080")}
     dialling = {edge.source for edge in wanted_edges(cluster)} | {"model-import", *_of_external_stores(cluster)}
-    dialling |= {workload for workload, _, _ in _elsewhere(cluster)}
+    dialling |= {name for name, _, _ in _elsewhere(cluster)}
     for workload in cluster.workloads:
         # Redis alone never looks a name up. Tokenizers do once they are told of a collector, and may before.
         if workload.name in dialling or workload.name == "tokenizer":
@@ -132,8 +132,7 @@ def wanted_openings(cluster: Cluster) -> set[Opening]:
         for workload in cluster.selected(monitor.spec["selector"]):
             for endpoint in monitor.spec["podMetricsEndpoints"]:
                 found.add(Opening("in", workload.name, "namespace monitoring", str(workload.port(endpoint["port"]))))
-    for workload, namespace, port in _elsewhere(cluster):
-        found.add(Opening("out", workload, f"namespace {namespace}", str(port)))
+    found |= {Opening("out", name, f"namespace {namespace}", str(port)) for name, namespace, port in _elsewhere(cluster)}
     return found
 
 

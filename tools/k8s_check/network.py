@@ -14,7 +14,7 @@ from tools.k8s_check.edges import Edge, Opening, unreachable, wanted_edges, want
 from tools.k8s_check.manifests import Cluster, Finding, Manifest, Workload, matches
 
 # Where pods have their addresses: a block that takes any of these may mean pods, whatever was meant.
-_PRIVATE = [ipaddress.ip_network(block) for block in ("10.0.0.0/8", "100.64.0.0/10", "172.16.0.0/12", "192.168.0.0/16")]
+_PRIVATE = [ipaddress.IPv4Network(block) for block in ("10.0.0.0/8", "100.64.0.0/10", "172.16.0.0/12", "192.168.0.0/16")]
 _DIRECTIONS = {"in": ("Ingress", "ingress", "from"), "out": ("Egress", "egress", "to")}
 _Rule = Mapping[str, Any]
 
@@ -160,7 +160,8 @@ def _number(port: str | int, target: Workload) -> int | None:
 
 
 def _takes_pods(block: Mapping[str, Any]) -> bool:
-    """Whether a block of addresses may hold pods' own."""
-    taken, spared = ipaddress.ip_network(block["cidr"]), [ipaddress.ip_network(cidr) for cidr in block.get("except") or []]
-    private = [part for part in _PRIVATE if part.overlaps(taken)]
-    return any(not any(part.subnet_of(other) for other in spared if other.version == part.version) for part in private)
+    """Whether a block of addresses may hold pods' own; of IPv6, where pods may have public ones, every block may."""
+    if ":" in block["cidr"]:
+        return True
+    taken, spared = ipaddress.IPv4Network(block["cidr"]), [ipaddress.IPv4Network(cidr) for cidr in block.get("except") or []]
+    return any(part.overlaps(taken) and not any(part.subnet_of(other) for other in spared) for part in _PRIVATE)

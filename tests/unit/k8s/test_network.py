@@ -107,6 +107,10 @@ FLAWS = {
         lambda c: policy(c, "gateway")["egress"].append({"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}], "ports": [{"port": 443}]}),
         "opens without a reason: gateway -> any address, port 443",
     ),
+    "every IPv6 address": (
+        lambda c: policy(c, "gateway")["egress"].append({"to": [{"ipBlock": {"cidr": "::/0"}}], "ports": [{"port": 443}]}),
+        "opens without a reason: gateway -> any address, port 443",
+    ),
     "policyTypes that hide a rule": (
         lambda c: policy(c, "gateway").update(policyTypes=["Ingress"]),
         "has egress rules, but Egress is not among its policyTypes",
