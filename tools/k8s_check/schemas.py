@@ -5,95 +5,100 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import jsonschema
 import kubernetes_validate
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tools.k8s_check.manifests import Cluster, Finding
 
 # The oldest release that the manifests are for (it has everything they use; docs/kubernetes.md), and the newest that can be checked.
 VERSIONS = ("1.32", kubernetes_validate.latest_version())
 
-_DURATION = {"type": "string", "pattern": r"^(\d+h)?(\d+m)?(\d+s)?$", "minLength": 2}
-_STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
-_SELECTOR = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {"matchLabels": _STRINGS, "matchExpressions": {"type": "array"}},
-}
-_RELABELING = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        "sourceLabels": {"type": "array", "items": {"type": "string"}},
-        "regex": {"type": "string"},
-        "action": {"enum": ["keep", "drop", "replace", "labelmap", "labeldrop", "labelkeep"]},
-        "targetLabel": {"type": "string"},
-        "replacement": {"type": "string"},
-    },
-}
-_ENDPOINT = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["port"],
-    "properties": {
-        "port": {"type": "string"},
-        "path": {"type": "string", "pattern": "^/"},
-        "interval": _DURATION,
-        "scrapeTimeout": _DURATION,
-        "relabelings": {"type": "array", "items": _RELABELING},
-        "metricRelabelings": {"type": "array", "items": _RELABELING},
-    },
-}
-_RULE = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["expr"],
-    "oneOf": [{"required": ["alert"]}, {"required": ["record"]}],
-    "properties": {
-        "alert": {"type": "string"},
-        "record": {"type": "string"},
-        "expr": {"type": "string"},
-        "for": _DURATION,
-        "keep_firing_for": _DURATION,
-        "labels": _STRINGS,
-        "annotations": _STRINGS,
-    },
-}
-_GROUP = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["name", "rules"],
-    "properties": {"name": {"type": "string"}, "interval": _DURATION, "rules": {"type": "array", "minItems": 1, "items": _RULE}},
-}
+_Duration = Annotated[str, Field(pattern=r"^(\d+h)?(\d+m)?(\d+s)?$", min_length=2)]
 
 
-def _spec(required: list[str], **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
+class _Part(BaseModel):
+    """A part of the operator's kinds: the fields that are used here, any other is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
-_SPECS: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    ("monitoring.coreos.com/v1", "PodMonitor"): _spec(
-        ["selector", "podMetricsEndpoints"],
-        selector=_SELECTOR,
-        jobLabel={"type": "string"},
-        podTargetLabels={"type": "array", "items": {"type": "string"}},
-        podMetricsEndpoints={"type": "array", "minItems": 1, "items": _ENDPOINT},
-    ),
-    ("monitoring.coreos.com/v1", "PrometheusRule"): _spec(["groups"], groups={"type": "array", "minItems": 1, "items": _GROUP}),
+class _Selector(_Part):
+    matchLabels: dict[str, str] = {}
+    matchExpressions: list[dict[str, Any]] = []
+
+
+class _Relabeling(_Part):
+    sourceLabels: list[str] = []
+    regex: str = ""
+    action: Literal["keep", "drop", "replace", "labelmap", "labeldrop", "labelkeep"] = "replace"
+    targetLabel: str = ""
+    replacement: str = ""
+
+
+class _Endpoint(_Part):
+    port: str
+    path: str = Field("/metrics", pattern="^/")
+    interval: _Duration | None = None
+    scrapeTimeout: _Duration | None = None
+    relabelings: list[_Relabeling] = []
+    metricRelabelings: list[_Relabeling] = []
+
+
+class _PodMonitor(_Part):
+    selector: _Selector
+    podMetricsEndpoints: list[_Endpoint] = Field(min_length=1)
+    jobLabel: str = ""
+    podTargetLabels: list[str] = []
+
+
+class _Rule(_Part):
+    expr: str
+    alert: str | None = None
+    record: str | None = None
+    duration: _Duration | None = Field(None, alias="for")
+    keep_firing_for: _Duration | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> _Rule:
+        if (self.alert is None) == (self.record is None):
+            raise ValueError("a rule either alerts or records")
+        return self
+
+
+class _Group(_Part):
+    name: str
+    rules: list[_Rule] = Field(min_length=1)
+    interval: _Duration | None = None
+
+
+class _PrometheusRule(_Part):
+    groups: list[_Group] = Field(min_length=1)
+
+
+_OPERATORS: Mapping[tuple[str, str], type[_Part]] = {
+    ("monitoring.coreos.com/v1", "PodMonitor"): _PodMonitor,
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _PrometheusRule,
 }
 
 
 def check_schemas(cluster: Cluster) -> Iterator[Finding]:
     """Every object fits its schema in the oldest and the newest release; a kind or version that either does not have is a finding."""
     for manifest in cluster.manifests:
-        own = _SPECS.get((manifest.raw["apiVersion"], manifest.kind))
-        if own is not None:
-            errors = jsonschema.Draft202012Validator(own).iter_errors(manifest.raw.get("spec"))
-            yield from (manifest.wrong(f"spec{_path(error)}: {error.message}") for error in errors)
-            continue
-        yield from (manifest.wrong(problem) for problem in _problems(json.dumps(manifest.raw)))
+        own = _OPERATORS.get((manifest.raw["apiVersion"], manifest.kind))
+        problems = _misfits(own, manifest.raw.get("spec")) if own is not None else _problems(json.dumps(manifest.raw))
+        yield from (manifest.wrong(problem) for problem in problems)
+
+
+def _misfits(model: type[_Part], spec: Any) -> list[str]:
+    try:
+        model.model_validate(spec)
+    except ValidationError as error:
+        return [f"{'.'.join(map(str, ('spec', *problem['loc'])))}: {problem['msg']}" for problem in error.errors()]
+    return []
 
 
 @cache
@@ -108,11 +113,7 @@ def _validate(raw: Mapping[str, Any], version: str) -> Iterator[str]:
     except kubernetes_validate.SchemaNotFoundError:
         yield f"Kubernetes {version} has no {raw['apiVersion']} {raw['kind']}"
     except kubernetes_validate.ValidationError as error:
-        yield f"Kubernetes {version}: {_path(error)}: {error.message}"
-
-
-def _path(error: jsonschema.ValidationError) -> str:
-    return "".join(f".{part}" for part in error.absolute_path)
+        yield f"Kubernetes {version}: {'.'.join(map(str, error.absolute_path))}: {error.message}"
 
 
 def check_monitors(cluster: Cluster) -> Iterator[Finding]:

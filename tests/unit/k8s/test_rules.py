@@ -138,7 +138,15 @@ BROKEN = {
     ),
     "a monitor misspelt": (
         lambda c: spec(c, "PodMonitor", "envoy")["podMetricsEndpoints"][0].update(scrapeTimeOut="1s"),
-        "PodMonitor/envoy: spec.podMetricsEndpoints.0: Additional properties",
+        "PodMonitor/envoy: spec.podMetricsEndpoints.0.scrapeTimeOut: Extra inputs",
+    ),
+    "a monitor of a bad duration": (
+        lambda c: spec(c, "PodMonitor", "envoy")["podMetricsEndpoints"][0].update(interval="15"),
+        "PodMonitor/envoy: spec.podMetricsEndpoints.0.interval: String should match",
+    ),
+    "an alert that records": (
+        lambda c: spec(c, "PrometheusRule", "tokenloom")["groups"][0]["rules"][0].update(record="a:b"),
+        "PrometheusRule/tokenloom: spec.groups.0.rules.0: Value error, a rule either alerts or records",
     ),
     "a token for a pod": (
         lambda c: pod(c, "Deployment", "envoy").update(automountServiceAccountToken=True),
