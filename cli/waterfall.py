@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -18,6 +18,16 @@ _MAX_EVENTS = 12
 _MAX_NAME, _MIN_BAR, _FIXED = 44, 8, 9 + 9 + 9 + 6 + 6 * 2
 _COLOURS = {"gateway": "blue", "tokenizer": "cyan", "scheduler": "yellow", "worker": "green"}
 _EIGHTHS = "▏▎▍▌▋▊▉█"
+# Attributes of a span that say why it took so long, by its last name; shown below its bar where they say something.
+_TELLING: Mapping[str, Sequence[str]] = {
+    "Encode": ("attempt", "queue_us", "encode_us", "prompt_tokens"),
+    "queue": ("wait_reason", "prompt_tokens"),
+    "prefill": ("cached_tokens", "chunks"),
+    "decode": ("output_tokens", "steps", "preemptions", "device_time_us", "finish_reason"),
+    "worker.prefill": ("steps", "tokens", "device_time_us"),
+    "worker.decode": ("steps", "tokens", "device_time_us"),
+}
+_EMPTY = (None, "", 0, "none")
 
 
 def render(spans: Sequence[StoredSpan], width: int) -> RenderableType:
@@ -82,6 +92,8 @@ def _add_span(table: Table, node: SpanNode, title: str, start_ns: int, whole: in
         f"{took / whole:.1%}",
         Text(_bar((span.start_ns - start_ns) / whole, took / whole, bar), style=colour),
     )
+    if details := _details(span):
+        table.add_row(*(Text(cell, style="dim") for cell in ("", "", "", "", "", details)))
     if span.error is not None:
         table.add_row(Text(f"{indent}  error: {span.error}", style="red"))
     for event in span.events[:_MAX_EVENTS]:
@@ -90,6 +102,14 @@ def _add_span(table: Table, node: SpanNode, title: str, start_ns: int, whole: in
         table.add_row(*(Text(cell, style="dim") for cell in cells))
     if len(span.events) > _MAX_EVENTS:
         table.add_row(Text(f"{indent}  · {len(span.events) - _MAX_EVENTS} more events (--json)", style="dim"))
+
+
+def _details(span: StoredSpan) -> str:
+    """The telling attributes in words; of a call its status too, where that is not OK."""
+    names = _TELLING.get(span.name.rpartition("/")[2], ())
+    found = {name: span.attributes.get(f"tokenloom.{name}") for name in names}
+    status = span.attributes.get("rpc.response.status_code", "OK")
+    return " ".join([*(f"{name}={value}" for name, value in found.items() if value not in _EMPTY), *([status] if status != "OK" else [])])
 
 
 def _add_gap(table: Table, gap: Gap, start_ns: int, whole: int) -> None:

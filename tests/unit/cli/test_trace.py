@@ -44,6 +44,33 @@ def run(*args):
     return CliRunner().invoke(app, ["trace", *args])
 
 
+def test_below_a_span_stands_what_tells_why_it_took_so_long():
+    encode = "tokenloom.tokenizer.v1.TokenizerService/Encode"
+    spans = [
+        span(1, 0, "POST /v1/chat/completions", "gateway", 0, 100),
+        span(
+            2,
+            1,
+            encode,
+            "gateway",
+            0,
+            1,
+            attributes={"rpc.method": encode, "rpc.response.status_code": "UNAVAILABLE", "tokenloom.attempt": 0},
+        ),
+        span(3, 1, encode, "gateway", 1, 3, attributes={"rpc.method": encode, "rpc.response.status_code": "OK", "tokenloom.attempt": 1}),
+        span(
+            4, 1, "prefill", "scheduler", 3, 50, attributes={"tokenloom.cached_tokens": 272, "tokenloom.chunks": 2, "tokenloom.attempt": 0}
+        ),
+        span(5, 1, "decode", "scheduler", 50, 99, attributes={"tokenloom.preemptions": 0, "tokenloom.finish_reason": "stop"}),
+    ]
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(render(spans, 140))
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    after = {lines[number]: lines[number + 1] for number in range(len(lines) - 1)}
+    told = [after[line] for line in lines if line.startswith(("TokenizerService/Encode", "prefill", "decode"))]
+    assert told == ["UNAVAILABLE", "attempt=1", "cached_tokens=272 chunks=2", "finish_reason=stop"]
+
+
 def test_the_waterfall_shows_spans_gaps_shares_events_and_errors(store):
     store.add(request())
     console = Console(width=140, record=True, file=io.StringIO())

@@ -100,12 +100,15 @@ def test_prometheus_scrapes_the_port_where_it_tells_of_itself(config):
     assert [found["port"] for found in jobs["otel-collector"]["dns_sd_configs"]] == [port]
 
 
-def test_compose_runs_a_collector_that_knows_these_fields_and_sends_the_services_to_it(config):
+def test_compose_and_kubernetes_run_a_collector_that_knows_these_fields_and_compose_sends_the_services_to_it(config):
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     service = compose["services"]["otel-collector"]
     name, _, tag = service["image"].rpartition(":")
     assert name.endswith("opentelemetry-collector-contrib"), "tail_sampling is not in the core distribution"
-    assert tuple(map(int, tag.split(".")[:2])) >= (0, 145)
+    kustomization = yaml.safe_load((ROOT / "k8s/components/tracing/kustomization.yaml").read_text())
+    tags = [tag, *(image["newTag"] for image in kustomization["images"] if image["name"] == name)]
+    assert len(tags) == 2
+    assert all(tuple(map(int, version.split(".")[:2])) >= (0, 145) for version in tags)
     assert any("deploy/otel" in volume for volume in service["volumes"])
     assert set(service["environment"]) == set(re.findall(r"\$\{env:(TRACE_\w+)", (ROOT / "deploy/otel/collector.yaml").read_text()))
     environments = [other["environment"] for other in compose["services"].values() if isinstance(other.get("environment"), dict)]
