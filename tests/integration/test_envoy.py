@@ -5,81 +5,54 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import socket
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.trace_store_otlp import serve_traces
-from tests.support.envoy import LISTENERS, Envoy, differences, load, moved, running_envoy
+from tests.support.envoy import Envoy, load, running_envoy
+from tests.support.envoy_fleet import Fleet, attentive, fleet
 from tests.support.fleet import Collected
-from tests.support.gateway_fakes import EOS, FakeScheduler, FakeTokenizer, ids_of, say, silence
-from tests.support.gateway_process import Gateway, running_gateway, until
+from tests.support.gateway_fakes import EOS, ids_of, say, silence
+from tests.support.gateway_process import Gateway, until
 from tests.support.h2c import post
 from tests.support.mesh import free_port
 from tests.support.raw_http import RawClient
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-@dataclass
-class Fleet:
-    """Envoy in front of two gateways, each with a scheduler of its own, and of two tokenizers."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory) -> AsyncIterator[tuple[Fleet, Collected]]:
+    """A fleet for most of these tests, and what a collector received of its Envoy."""
+    spans, port = Collected(), free_port()
+    collector = serve_traces(spans, f"127.0.0.1:{port}")
+    async with fleet(tmp_path_factory.mktemp("fleet"), collector=port) as found:
+        yield found, spans
+    collector.stop(0).wait()
 
-    envoy: Envoy
-    gateways: list[Gateway]
-    tokenizers: list[FakeTokenizer]
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def running(shared) -> Fleet:
+    await shared[0].reset()
+    return shared[0]
 
 
-@contextlib.asynccontextmanager
-async def fleet(folder: Path, *, behaviour=None, document=None, collector=0, **settings) -> AsyncIterator[Fleet]:
-    """Settings in capitals are Envoy's environment, the others the gateways'."""
-    environment = {name: value for name, value in settings.items() if name.isupper()}
-    config = {name: value for name, value in settings.items() if name not in environment}
-    ports = {name: free_port() for name in (*LISTENERS, "admin")}
-    tokenizers = [FakeTokenizer() for _ in range(2)]
-    async with contextlib.AsyncExitStack() as stack:
-        addresses = []
-        for tokenizer in tokenizers:
-            addresses.append(await tokenizer.start("127.0.0.1:0"))
-            stack.push_async_callback(tokenizer.stop)
-            await tokenizer.server.set_ready(True)
-        gateways = []
-        for index in range(2):
-            (folder / str(index)).mkdir()
-            through = [f"127.0.0.1:{ports['tokenizers']}"]
-            gateway = running_gateway(
-                folder / str(index),
-                FakeScheduler(behaviour),
-                tokenizer_address=through,
-                wait_ready=False,
-                **config,
-            )
-            gateways.append(await stack.enter_async_context(gateway))
-        behind = [int(address.rpartition(":")[2]) for address in addresses]
-        envoy = await stack.enter_async_context(
-            running_envoy(folder, [gateway.port for gateway in gateways], behind, collector, document=document, ports=ports, **environment)
-        )
-        await envoy.until_healthy("tokenizer", 2)
-        await envoy.until_healthy("gateway", 2)
-        yield Fleet(envoy, gateways, tokenizers)
+@pytest_asyncio.fixture(loop_scope="module")
+async def silent(running) -> Fleet:
+    """Its schedulers say only what the test says."""
+    running.behave(silence)
+    return running
 
 
 @pytest.fixture
-async def running(tmp_path):
-    async with fleet(tmp_path) as found:
-        yield found
-
-
-def test_what_runs_here_differs_from_what_is_deployed_in_hosts_and_ports_alone():
-    document = load()
-    ports = {name: 10_000 + index for index, name in enumerate((*LISTENERS, "admin"))}
-    backends = {"gateway": [1, 2], "tokenizer": [3, 4], "otel-collector": [5]}
-    for path in differences(document, moved(document, ports, backends)):
-        assert re.search(r"\.address\.socket_address\.(address|port_value)$|\.lb_endpoints$", path), path
+def spans(shared) -> Collected:
+    return shared[1]
 
 
 async def test_a_request_passes_both_ways_with_its_id(running):
@@ -93,19 +66,9 @@ async def test_a_request_passes_both_ways_with_its_id(running):
     assert "server" not in other.headers
 
 
-async def submitted(running: Fleet):
-    """The next submit, whichever gateway it came through: its number, session and submit."""
-    waits = [asyncio.create_task(gateway.scheduler.submitted.get()) for gateway in running.gateways]
-    done, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED, timeout=20)
-    for other in others:
-        other.cancel()
-    (first,) = done
-    return waits.index(first), *first.result()
-
-
 async def begin(running: Fleet, text: str):
     """Answers the next submit with `text`; its session and submit."""
-    _, session, submit = await submitted(running)
+    _, session, submit = await running.submitted()
     session.emit(submit.id, ids_of(text))
     return session, submit
 
@@ -128,8 +91,9 @@ def refuse(gateway: Gateway, refusals: list[int]) -> None:
 # ---------------------------------------------------------------------------------------------------------------- the edge
 
 
-async def test_a_stream_arrives_as_it_is_written_over_http_1_and_http_2(tmp_path):
-    async with fleet(tmp_path, behaviour=silence) as running, running.envoy.client() as client:
+async def test_a_stream_arrives_as_it_is_written_over_http_1_and_http_2(silent):
+    running = silent
+    async with running.envoy.client() as client:
         first = asyncio.create_task(begin(running, "begun"))
         async with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
             session, submit = await first
@@ -140,7 +104,7 @@ async def test_a_stream_arrives_as_it_is_written_over_http_1_and_http_2(tmp_path
                     pass
             finish(session, submit, "")
         asked = asyncio.create_task(post(running.envoy.ports["edge"], "/v1/completions", b'{"prompt": "a", "stream": true}'))
-        _, session, submit = await submitted(running)
+        _, session, submit = await running.submitted()
         session.emit(submit.id, ids_of("x"))
         finish(session, submit, "y")
         answer = await asked
@@ -148,12 +112,13 @@ async def test_a_stream_arrives_as_it_is_written_over_http_1_and_http_2(tmp_path
     assert b"".join(answer.parts).endswith(b"data: [DONE]\n\n")
 
 
-async def test_running_requests_are_spread_evenly(tmp_path):
-    async with fleet(tmp_path, behaviour=silence) as running, running.envoy.client() as client:
+async def test_running_requests_are_spread_evenly(silent):
+    running = silent
+    async with running.envoy.client() as client:
         asked, taken = [], []
         for _ in range(6):
             asked.append(asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"})))
-            taken.append(await submitted(running))
+            taken.append(await running.submitted())
         assert sorted(number for number, *_ in taken) == [0, 0, 0, 1, 1, 1]
         for _, session, submit in taken:
             finish(session, submit, "done")
@@ -194,10 +159,11 @@ async def test_where_none_is_ready_the_gateway_s_reason_reaches_the_client(runni
     assert ready.status_code == 503
 
 
-async def test_a_request_whose_gateway_is_lost_is_not_computed_a_second_time(tmp_path):
-    async with fleet(tmp_path, behaviour=silence) as running, running.envoy.client() as client:
+async def test_a_request_whose_gateway_is_lost_is_not_computed_a_second_time(silent):
+    running = silent
+    async with running.envoy.client() as client:
         asked = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "lost-1"}))
-        number, *_ = await submitted(running)
+        number, *_ = await running.submitted()
         for connection in list(running.gateways[number].server.server_state.connections):
             connection.transport.abort()
         response = await asked
@@ -206,8 +172,8 @@ async def test_a_request_whose_gateway_is_lost_is_not_computed_a_second_time(tmp
         assert all(gateway.scheduler.submitted.empty() for gateway in running.gateways)
 
 
-async def test_a_gateway_that_leaves_is_left_out_before_it_refuses(tmp_path):
-    async with fleet(tmp_path, behaviour=say("hello")) as running, running.envoy.client() as client:
+async def test_a_gateway_that_leaves_is_left_out_before_it_refuses(running):
+    async with running.envoy.client() as client:
         running.gateways[0].mesh.leaving = True
         for _ in range(10):
             assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
@@ -218,11 +184,12 @@ async def test_a_gateway_that_leaves_is_left_out_before_it_refuses(tmp_path):
         assert running.gateways[0].scheduler.submitted.qsize() == served
 
 
-async def test_what_clients_or_the_mesh_do_wrong_ejects_no_gateway(tmp_path):
+async def test_what_clients_or_the_mesh_do_wrong_ejects_no_gateway(running):
     def failing(code: ErrorCode):
         return say("x", reason=5, eos=False, error={"code": code.spec.code, "message": "no"})
 
-    async with fleet(tmp_path, behaviour=failing(ErrorCode.INTERNAL)) as running, running.envoy.client() as client:
+    running.behave(failing(ErrorCode.INTERNAL))
+    async with running.envoy.client() as client:
         failed = [await client.post("/v1/chat/completions", json=CHAT) for _ in range(20)]
         wrong = [await client.post("/v1/chat/completions", json={}) for _ in range(20)]
         seen = running.envoy.metrics()
@@ -257,8 +224,9 @@ async def test_without_any_gateway_the_client_is_told_so_and_when_to_come_back(t
     assert response.headers["retry-after"] == "1"
 
 
-async def test_the_gateway_s_own_refusals_pass_unchanged(tmp_path):
-    async with fleet(tmp_path, max_body_bytes=200_000) as running, running.envoy.client() as client:
+async def test_the_gateway_s_own_refusals_pass_unchanged(running):
+    running.configure(max_body_bytes=200_000)
+    async with running.envoy.client() as client:
         response = await client.post("/v1/completions", json={"prompt": "a" * 3_000_000})
         direct = await running.gateways[0].client.post("/v1/completions", json={"prompt": "a" * 3_000_000})
     assert response.status_code == direct.status_code == 413
@@ -267,7 +235,7 @@ async def test_the_gateway_s_own_refusals_pass_unchanged(tmp_path):
 
 async def test_connections_beyond_the_limit_are_closed_and_the_mesh_s_own_are_not_counted(tmp_path):
     document = load()
-    document["overload_manager"]["resource_monitors"][0]["typed_config"]["max_active_downstream_connections"] = 2
+    document["layered_runtime"]["layers"][0]["static_layer"]["envoy.resource_limits.listener.edge.connection_limit"] = 2
     async with running_envoy(tmp_path, [free_port()], [free_port()], document=document) as envoy, contextlib.AsyncExitStack() as stack:
         for _ in range(2):
             held = await stack.enter_async_context(RawClient(envoy.ports["edge"]))
@@ -275,7 +243,7 @@ async def test_connections_beyond_the_limit_are_closed_and_the_mesh_s_own_are_no
             assert b"404" in await held.read_until(b"not_found")
         async with RawClient(envoy.ports["edge"]) as refused:
             assert await refused.read_to_end() == b""
-        overflows = {name: value for name, value in envoy.metrics().items() if "global_cx_overflow" in name}
+        overflows = {name: value for name, value in envoy.metrics().items() if "downstream_cx_overflow" in name}
         assert sum(overflows.values()) == 1, overflows
         async with grpc.aio.insecure_channel(envoy.tokenizers) as channel:
             await asyncio.wait_for(channel.channel_ready(), 10)
@@ -284,51 +252,43 @@ async def test_connections_beyond_the_limit_are_closed_and_the_mesh_s_own_are_no
 # ----------------------------------------------------------------------------------------------------------------- traces
 
 
-@pytest.fixture
-def collector() -> Iterator[tuple[Collected, int]]:
-    """An OTLP receiver and its port."""
-    spans, port = Collected(), free_port()
-    server = serve_traces(spans, f"127.0.0.1:{port}")
-    yield spans, port
-    server.stop(0).wait()
-
-
-@pytest.mark.parametrize("request_id", ["", "x", "urn:a/b=c"])
-async def test_whatever_a_request_is_called_its_trace_goes_through_both_hops(tmp_path, collector, request_id):
-    spans, port = collector
-    trace_id = "0af7651916cd43dd8448eb211c80319c"
-    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", **({"x-request-id": request_id} if request_id else {})}
-    async with fleet(tmp_path, collector=port) as running, running.envoy.client() as client:
-        response = await client.post("/v1/chat/completions", json=CHAT, headers=headers)
-        assert response.headers["x-request-id"] == request_id or not request_id
-        await until(lambda: len(spans.of(trace_id)) == 4, 15)
+async def test_whatever_a_request_is_called_its_trace_goes_through_both_hops(running, spans):
+    names = ["", "x", "urn:a/b=c"]
+    async with running.envoy.client() as client:
+        for number, name in enumerate(names, 1):
+            headers = {"traceparent": f"00-{number:032x}-b7ad6b7169203331-01", **({"x-request-id": name} if name else {})}
+            response = await client.post("/v1/chat/completions", json=CHAT, headers=headers)
+            assert response.headers["x-request-id"] == name or not name
+    passed = [call for fake in running.tokenizers for call in fake.traceparents]
+    for number in range(1, len(names) + 1):
+        trace_id = f"{number:032x}"
+        await until(lambda trace_id=trace_id: len(spans.of(trace_id)) == 4, 30)
         edge, gateway, inner, tokenizer = sorted(spans.of(trace_id), key=lambda span: span.start_ns)
-        (seen,) = [call for fake in running.tokenizers for call in fake.traceparents]
-    assert [(span.name, span.kind) for span in (edge, inner)] == [("edge", "server"), ("tokenizers", "server")]
-    assert edge.parent_id == "b7ad6b7169203331"
-    assert gateway.parent_id == edge.span_id
-    assert tokenizer.parent_id == inner.span_id
-    assert seen == f"00-{trace_id}-{tokenizer.span_id}-01"
+        assert [(span.name, span.kind) for span in (edge, inner)] == [("edge", "server"), ("tokenizers", "server")]
+        assert edge.parent_id == "b7ad6b7169203331"
+        assert gateway.parent_id == edge.span_id
+        assert tokenizer.parent_id == inner.span_id
+        assert f"00-{trace_id}-{tokenizer.span_id}-01" in passed
 
 
-async def test_a_client_that_wants_no_trace_gets_none_and_one_that_says_nothing_gets_one(tmp_path, collector):
-    spans, port = collector
-    unwanted = "1" * 32
-    async with fleet(tmp_path, collector=port) as running, running.envoy.client() as client:
+async def test_a_client_that_wants_no_trace_gets_none_and_one_that_says_nothing_gets_one(running, spans):
+    unwanted = "f" * 32
+    async with running.envoy.client() as client:
         await client.post("/v1/chat/completions", json=CHAT, headers={"traceparent": f"00-{unwanted}-b7ad6b7169203331-00"})
         response = await client.post("/v1/chat/completions", json=CHAT)
-        trace_id = response.headers["traceparent"].split("-")[1]
-        await until(lambda: len(spans.of(trace_id)) == 4, 15)
-        passed = [call for fake in running.tokenizers for call in fake.traceparents]
+    trace_id = response.headers["traceparent"].split("-")[1]
+    await until(lambda: len(spans.of(trace_id)) == 4, 30)
+    passed = [call for fake in running.tokenizers for call in fake.traceparents]
     assert not spans.of(unwanted)
     assert sorted((call[3:35], call[-2:]) for call in passed) == sorted([(unwanted, "00"), (trace_id, "01")])
 
 
-async def test_a_collector_that_is_away_or_does_not_answer_costs_nothing(tmp_path):
-    async with await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0) as deaf:
-        port = deaf.sockets[0].getsockname()[1]
-        async with fleet(tmp_path, collector=port) as running, running.envoy.client() as client:
-            for _ in range(50):
+async def test_a_collector_that_does_not_answer_costs_nothing(tmp_path):
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        async with fleet(tmp_path, collector=deaf.getsockname()[1]) as running, running.envoy.client() as client:
+            for _ in range(30):
                 assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 
@@ -337,17 +297,26 @@ async def test_a_collector_that_is_away_or_does_not_answer_costs_nothing(tmp_pat
 
 def impatient() -> dict:
     """The configuration with the waits that a test cannot wait for made short."""
-    document = load()
+    document = attentive()
     manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     manager |= {"stream_idle_timeout": "1s", "request_headers_timeout": "0.3s", "request_timeout": "0.5s"}
     return document
 
 
-async def test_comments_carry_a_silent_stream_past_the_idle_timeout(tmp_path):
-    async with fleet(tmp_path, behaviour=silence, document=impatient(), sse_keep_alive=0.1) as running, running.envoy.client() as client:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hasty(tmp_path_factory) -> AsyncIterator[Fleet]:
+    async with fleet(tmp_path_factory.mktemp("hasty"), document=impatient()) as found:
+        yield found
+
+
+async def test_comments_carry_a_silent_stream_past_the_idle_timeout(hasty):
+    running = hasty
+    running.behave(silence)
+    running.configure(sse_keep_alive=0.1)
+    async with running.envoy.client() as client:
         asked = client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True})
         async with asked as response:
-            _, session, submit = await submitted(running)
+            _, session, submit = await running.submitted()
             lines, comments = response.aiter_lines(), 0
             while comments < 25:  # two and a half idle timeouts
                 comments += await anext(lines) == ": keep-alive"
@@ -357,16 +326,20 @@ async def test_comments_carry_a_silent_stream_past_the_idle_timeout(tmp_path):
     assert '"content":"alive"' in "".join(rest)
 
 
-async def test_without_comments_the_idle_timeout_ends_it(tmp_path):
-    async with fleet(tmp_path, behaviour=silence, document=impatient(), sse_keep_alive=0) as running, running.envoy.client() as client:
+async def test_without_comments_the_idle_timeout_ends_it(hasty):
+    running = hasty
+    running.behave(silence)
+    running.configure(sse_keep_alive=0.0)
+    async with running.envoy.client() as client:
         response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
         for gateway in running.gateways:
             await gateway.until_idle()  # it has noticed that its client left
 
 
-async def test_headers_and_bodies_that_come_by_the_drop_are_cut_off(tmp_path):
-    async with fleet(tmp_path, document=impatient()) as running:
+async def test_headers_and_bodies_that_come_by_the_drop_are_cut_off(hasty):
+    running = hasty
+    async with asyncio.timeout(30):
         async with RawClient(running.envoy.ports["edge"]) as raw:
             await raw.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: t\r\nX-Slow")
             headers = await raw.read_to_end()
@@ -449,7 +422,8 @@ async def test_a_drained_tokenizer_gets_no_more_calls(running):
 
 
 async def test_a_drain_of_envoy_lets_streams_end_and_takes_no_new_connections(tmp_path):
-    async with fleet(tmp_path, behaviour=silence) as running, running.envoy.client() as client:
+    async with fleet(tmp_path) as running, running.envoy.client() as client:
+        running.behave(silence)
         first = asyncio.create_task(begin(running, "begun, "))
         async with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
             session, submit = await first
@@ -478,11 +452,12 @@ async def until_refused(envoy: Envoy) -> None:
 
 
 async def test_a_request_that_does_not_end_holds_envoy_for_its_timeout_alone(tmp_path):
-    async with fleet(tmp_path, behaviour=silence, ENVOY_DRAIN_DELAY="0", ENVOY_DRAIN_TIMEOUT="1") as running:
+    async with fleet(tmp_path, ENVOY_DRAIN_DELAY="0", ENVOY_DRAIN_TIMEOUT="1") as running:
+        running.behave(silence)
         envoy = running.envoy
         async with RawClient(envoy.ports["edge"]) as raw:
             await raw.post("/v1/completions", {"prompt": "a"})
-            await submitted(running)
+            await running.submitted()
             envoy.term()
             async with asyncio.timeout(20):
                 assert await asyncio.to_thread(envoy.process.wait) == 0

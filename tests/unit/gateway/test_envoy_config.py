@@ -12,7 +12,8 @@ from services.gateway.config import GatewayConfig
 from services.gateway.connection import BODY_TIMEOUT
 from services.gateway.http_server import KEEP_ALIVE_SECONDS
 from services.tokenizer.config import TokenizerConfig
-from tests.support.envoy import CONFIG, FOLDER, load
+from tests.support.envoy import CONFIG, FOLDER, differences, load, moved
+from tests.support.envoy import LISTENERS as NAMES
 
 STATIC = load()["static_resources"]
 LISTENERS = {listener["name"]: listener for listener in STATIC["listeners"]}
@@ -112,3 +113,11 @@ def test_the_script_is_bash_and_its_settings_are_documented():
     page = (CONFIG.parents[2] / "docs" / "envoy.md").read_text()
     for name in set(re.findall(r"ENVOY_(?:DRAIN|CONCURRENCY)\w*", script.read_text())):
         assert name in page
+
+
+def test_what_runs_here_differs_from_what_is_deployed_in_hosts_and_ports_alone():
+    document = load()
+    ports = {name: 10_000 + index for index, name in enumerate((*NAMES, "admin"))}
+    backends = {"gateway": [1, 2], "tokenizer": [3, 4], "otel-collector": [5]}
+    for path in differences(document, moved(document, ports, backends)):
+        assert re.search(r"\.address\.socket_address\.(address|port_value)$|\.lb_endpoints$", path), path
