@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,10 @@ def main(model: str, *, to: Path, models: Path | None) -> int:
     except TokenloomError as error:
         print(f"tokenloom model import: error: {error.message}", file=sys.stderr)
         return 1 if error.code is ErrorCode.UNAVAILABLE else 2
+    except PermissionError as error:
+        # The usual case: safetensors are saved for their owner alone, and a container's user is another.
+        print(f"tokenloom model import: error: {error}; user {os.getuid()} must be able to read it: chmod -R a+rX", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"tokenloom model import: error: {error}", file=sys.stderr)
         return 1

@@ -46,7 +46,8 @@ def images() -> Iterator[Deployment]:
     # Not pytest's own folder: the containers' user may not enter that.
     models = Path(tempfile.mkdtemp(prefix="tokenloom-models-"))
     models.chmod(0o755)
-    make_tiny_llama(models / OTHER_MODEL)
+    for file in make_tiny_llama(models / OTHER_MODEL).iterdir():
+        file.chmod(0o644)  # safetensors are saved for their owner alone
     deployment = Deployment(models)
     try:
         started = time.monotonic()

@@ -47,6 +47,17 @@ def test_what_cannot_be_served_is_told_from_what_may_work_later(models, tmp_path
     assert "cannot be reached" in away.stderr
 
 
+def test_files_that_only_their_owner_may_read_are_told_with_what_helps(models, tmp_path, monkeypatch):
+    def refused(source, _place):
+        raise PermissionError(13, "Permission denied", str(source))
+
+    monkeypatch.setattr("libs.models.served.shutil.copyfile", refused)
+    result = run("mine", "--to", tmp_path / "served", "--models", models)
+    assert result.exit_code == 1
+    assert "Permission denied" in result.stderr
+    assert "chmod -R a+rX" in result.stderr
+
+
 def test_a_target_that_cannot_be_written_is_an_error_on_one_line(models, tmp_path):
     (tmp_path / "file").touch()
     result = run("mine", "--to", tmp_path / "file" / "served", "--models", models)
