@@ -55,7 +55,10 @@ class TokenizerMetrics:
             ["reason"],
             registry=registry,
         )
-        # All series exist from the start: a rate over one that is born with its first event misses that event.
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """All series exist from the start: a rate over one that is born with its first event misses that event."""
         for kind in ("text", "chat", "token_ids"):
             for outcome in ("ok", ErrorCode.TOKENIZER_BUSY.spec.label, ErrorCode.CANCELLED.spec.label):
                 self.requests.labels(kind=kind, outcome=outcome)
