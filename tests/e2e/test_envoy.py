@@ -83,13 +83,19 @@ async def test_two_tokenizers_share_the_load(deployed: Deployed) -> None:
     def calls() -> list[float]:
         return [tokenizer.metrics()[ENDED] for tokenizer in deployed.fleet.replicas("tokenizer")]
 
-    before = calls()
+    deadline = asyncio.get_running_loop().time() + 60
     async with deployed.envoy.client() as client:
-        answers = await asyncio.gather(*(chat(client) for _ in range(24)))
-    assert {answer.status_code for answer in answers} == {200}
-    gained = [after - begun for begun, after in zip(before, calls(), strict=True)]
-    assert sum(gained) == 24
-    assert min(gained) >= 4
+        while True:
+            await deployed.envoy.until_healthy("tokenizer", 2)
+            before = calls()
+            answers = await asyncio.gather(*(chat(client, max_tokens=1) for _ in range(24)))
+            assert {answer.status_code for answer in answers} == {200}
+            gained = [after - begun for begun, after in zip(before, calls(), strict=True)]
+            assert sum(gained) == 24
+            if min(gained) >= 4:
+                return
+            # On a machine so busy that one of them was taken for dead meanwhile, the next round tells.
+            assert asyncio.get_running_loop().time() < deadline, (gained, deployed.envoy.metrics())
 
 
 async def test_a_request_is_one_tree_of_spans_from_the_client_to_the_tokenizer(deployed: Deployed) -> None:
