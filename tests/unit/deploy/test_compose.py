@@ -66,10 +66,11 @@ def targets(service: dict[str, Any]) -> set[str]:
         (("--profile", "minimal"), {}, MINIMAL),
         (("--profile", "observability"), {}, MINIMAL | OBSERVABILITY),
         ((), {"COMPOSE_PROFILES": ""}, MINIMAL),
+        (("--profile", "cli"), {}, MINIMAL | {"cli"}),
         (GPU, {}, MINIMAL | OBSERVABILITY),
         ((*GPU, "--profile", "minimal"), {}, MINIMAL),
     ],
-    ids=["plain", "minimal", "observability", "no profile", "gpu", "gpu minimal"],
+    ids=["plain", "minimal", "observability", "no profile", "cli", "gpu", "gpu minimal"],
 )
 def test_each_combination_is_valid_and_starts_what_it_should(flags, env, expected):
     assert set(compose(*flags, "--services", **env).split()) == expected
