@@ -19,7 +19,7 @@ GRAPH = {
     ("scheduler", "tokenizer", 7001),
     ("scheduler", "worker", 50051),
 }
-STORE = {("scheduler", "redis", 6379), ("worker", "redis", 6379)}
+STORE = {(name, "redis", 6379) for name in ("gateway", "scheduler", "worker")}
 
 
 def triples(edges):
@@ -36,7 +36,7 @@ def test_with_an_external_redis_its_clients_leave_the_namespace(rendered):
     cluster = rendered("cpu", "external-redis")
     assert triples(allowed_edges(cluster)) == GRAPH
     leaving = {(way.workload, way.port) for way in openings(cluster) if way.peer == "any address"}
-    assert leaving == {(name, port) for name in ("scheduler", "worker") for port in ("6379", "6380")}
+    assert leaving == {(name, port) for name in ("gateway", "scheduler", "worker") for port in ("6379", "6380")}
 
 
 def test_with_tracing_every_service_and_envoy_reach_the_collector_and_it_alone_jaeger(rendered):

@@ -55,7 +55,7 @@ def test_a_gpu_worker_asks_for_its_gpu_and_for_the_nodes_that_have_one(rendered)
 def test_an_external_redis_leaves_nothing_of_the_one_in_the_namespace(rendered):
     cluster = rendered("cpu", "external-redis")
     assert not [str(manifest) for manifest in cluster.manifests if manifest.name == "redis"]
-    for name in ("scheduler", "worker"):
+    for name in ("gateway", "scheduler", "worker"):
         (store,) = [item for item in cluster.workload(name).containers[-1].env if item["name"] == "TOKENLOOM_STORE"]
         assert store == {"name": "TOKENLOOM_STORE", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "url"}}}
 
@@ -63,6 +63,13 @@ def test_an_external_redis_leaves_nothing_of_the_one_in_the_namespace(rendered):
 def test_without_its_secret_a_gateway_with_api_keys_does_not_start(rendered):
     (item,) = [item for item in rendered("cpu", "api-keys").workload("gateway").containers[-1].env if item["name"] == "TOKENLOOM_API_KEY"]
     assert not item["valueFrom"]["secretKeyRef"].get("optional")
+
+
+def test_keys_from_the_store_are_asked_for_where_there_is_a_store(rendered):
+    for components in (("api-keys-from-store",), ("api-keys-from-store", "external-redis")):
+        names = {item["name"]: item for item in rendered("cpu", *components).workload("gateway").containers[-1].env}
+        assert names["TOKENLOOM_API_KEYS_FROM_STORE"]["value"] == "true"
+        assert "TOKENLOOM_STORE" in names
 
 
 def test_the_scheduler_is_one_and_never_two(rendered):
