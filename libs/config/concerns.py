@@ -22,7 +22,8 @@ class TraceSettings(Settings):
 
     otlp_endpoint: list[str] = Field(
         default_factory=list,
-        description="OTLP/gRPC endpoint that receives this service's spans (http://host:4317); may be repeated. None: no traces.",
+        description="OTLP/gRPC endpoint that receives this service's spans (http://host:4317), beside the one that OpenTelemetry's own "
+        "variables name (OTEL_EXPORTER_OTLP_ENDPOINT ...); may be repeated. Neither: no traces.",
     )
 
 
