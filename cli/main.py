@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 # The one lazy registry of the command line: what is imported for which command.
-_MODULES = {"serve": "cli.serve", "config": "cli.config", "trace": "cli.trace", "model": "cli.model"}
+_MODULES = {"serve": "cli.serve", "config": "cli.config", "trace": "cli.trace", "model": "cli.model", "keys": "cli.keys"}
 
 app = typer.Typer(name="tokenloom", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -89,6 +89,41 @@ def model_import(
 ) -> None:
     """Import a model into a volume that services share. Without torch; does nothing where that model is there already."""
     raise typer.Exit(_module("model").main(model, to=to, models=directory))
+
+
+keys = typer.Typer(no_args_is_help=True, help="API keys in the mesh's store, for gateways with --api-keys-from-store.")
+app.add_typer(keys, name="keys")
+_KeyName = Annotated[str, typer.Argument(metavar="NAME", help="What logs, traces and messages call the key.")]
+_Rpm = Annotated[int, typer.Option(help="Requests a minute over all gateways. 0: no limit.")]
+_Tpm = Annotated[int, typer.Option(help="Tokens a minute, of prompts and outputs, over all gateways. 0: no limit.")]
+_StoreUrl = Annotated[
+    str, typer.Option(envvar="TOKENLOOM_STORE", help="The mesh's store, as the gateways' --store. Empty: that of the local mesh on --port.")
+]
+_Port = Annotated[int, typer.Option(envvar="TOKENLOOM_PORT", help="Port of the local mesh.")]
+
+
+@keys.command("create")
+def keys_create(name: _KeyName, rpm: _Rpm = 0, tpm: _Tpm = 0, store: _StoreUrl = "", port: _Port = 8000) -> None:
+    """Make a key and print it, once."""
+    raise typer.Exit(_module("keys").create(name, rpm=rpm, tpm=tpm, store=store, port=port))
+
+
+@keys.command("list")
+def keys_list(store: _StoreUrl = "", port: _Port = 8000) -> None:
+    """List the keys and their limits; of the keys themselves only hashes are known."""
+    raise typer.Exit(_module("keys").show(store=store, port=port))
+
+
+@keys.command("limit")
+def keys_limit(name: _KeyName, rpm: _Rpm = 0, tpm: _Tpm = 0, store: _StoreUrl = "", port: _Port = 8000) -> None:
+    """Replace a key's limits, both of them."""
+    raise typer.Exit(_module("keys").limit(name, rpm=rpm, tpm=tpm, store=store, port=port))
+
+
+@keys.command("revoke")
+def keys_revoke(name: _KeyName, store: _StoreUrl = "", port: _Port = 8000) -> None:
+    """End a key: new requests with it are refused within a few seconds, running ones go on."""
+    raise typer.Exit(_module("keys").revoke(name, store=store, port=port))
 
 
 def main() -> None:

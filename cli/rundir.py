@@ -61,9 +61,10 @@ class RunDirectory:
 
     @classmethod
     def claim(cls, port: int) -> RunDirectory:
-        """Makes the directory (mode 0700), takes its lock and removes what a mesh that died has left: sockets and the registry.
+        """Makes the directory (mode 0700), takes its lock and removes the sockets that a mesh that died has left.
 
-        Traces stay. Raises TokenloomError when another mesh holds it or when it belongs to someone else.
+        Traces and the store, with its API keys, stay: leases in it end by themselves.
+        Raises TokenloomError when another mesh holds it or when it belongs to someone else.
         """
         path = locate(port)
         for directory in (path.parent, path):
@@ -81,7 +82,7 @@ class RunDirectory:
             ) from None
         os.truncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        for stale in (*path.glob("*.sock"), *path.glob("store.db*")):
+        for stale in path.glob("*.sock"):
             stale.unlink(missing_ok=True)
         return cls(path, lock)
 

@@ -49,6 +49,7 @@ class ErrorCode(enum.Enum):
     OVER_WINDOW = ErrorSpec(200, _S.RESOURCE_EXHAUSTED, 429, "over_window", retryable=True)
     QUEUE_FULL = ErrorSpec(201, _S.RESOURCE_EXHAUSTED, 429, "queue_full", retryable=True)
     TOKENIZER_BUSY = ErrorSpec(202, _S.RESOURCE_EXHAUSTED, 429, "tokenizer_busy", retryable=True)
+    RATE_LIMITED = ErrorSpec(203, _S.RESOURCE_EXHAUSTED, 429, "rate_limit_exceeded", retryable=True)
 
     UNAVAILABLE = ErrorSpec(300, _S.UNAVAILABLE, 503, "unavailable", retryable=True, migratable=True)
     DRAINING = ErrorSpec(301, _S.UNAVAILABLE, 503, "draining", retryable=True)
@@ -56,6 +57,7 @@ class ErrorCode(enum.Enum):
     TOKENIZER_UNAVAILABLE = ErrorSpec(303, _S.UNAVAILABLE, 503, "tokenizer_unavailable", retryable=True)
     SCHEDULER_UNAVAILABLE = ErrorSpec(304, _S.UNAVAILABLE, 503, "scheduler_unavailable", retryable=True, migratable=True)
     SESSION_LOST = ErrorSpec(305, _S.UNAVAILABLE, 503, "session_lost", retryable=True, migratable=True)
+    STORE_UNAVAILABLE = ErrorSpec(306, _S.UNAVAILABLE, 503, "store_unavailable", retryable=True)
 
     DEADLINE_EXCEEDED = ErrorSpec(400, _S.DEADLINE_EXCEEDED, 504, "deadline_exceeded")
     CANCELLED = ErrorSpec(401, _S.CANCELLED, 499, "cancelled")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -18,8 +16,10 @@ from services.gateway.api.chat import CHAT
 from services.gateway.api.completions import COMPLETIONS
 from services.gateway.api.endpoint import GenerationEndpoint
 from services.gateway.api.ops import error_response, routes
+from services.gateway.auth import RequireKey
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.quota import HEADER_NAMES
 from services.gateway.request_id import EchoRequestId
 
 
@@ -34,11 +34,11 @@ def new_app(mesh: Mesh) -> Starlette:
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
-            expose_headers=["x-request-id", "traceparent", "retry-after"],
+            expose_headers=["x-request-id", "traceparent", "retry-after", *HEADER_NAMES],
         )
         middleware.append(cors)
-    if config.api_key:
-        middleware.append(Middleware(RequireKey, keys=config.api_key))
+    if config.api_key or config.api_keys_from_store:
+        middleware.append(Middleware(RequireKey, keys=mesh.keys, quotas=mesh.quotas, metrics=mesh.metrics))
     generating = [Route(api.route, GenerationEndpoint(mesh, api), methods=["POST"]) for api in (CHAT, COMPLETIONS)]
     return Starlette(
         routes=[*generating, *routes(mesh)],
@@ -61,31 +61,6 @@ async def _on_http_exception(request: Request, problem: Exception) -> Response:
 async def _on_error(_request: Request, problem: Exception) -> Response:
     assert isinstance(problem, TokenloomError), "registered for this class only"
     return error_response(problem)
-
-
-class RequireKey:
-    """Lets /v1 be used only with one of `keys` as bearer token. Every key is compared in constant time."""
-
-    def __init__(self, app: ASGIApp, keys: list[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] == "http" and scope["path"].startswith("/v1/") and not self._allowed(scope):
-            error = TokenloomError(ErrorCode.UNAUTHORIZED, "A valid API key is required: Authorization: Bearer KEY")
-            await error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _allowed(self, scope: Scope) -> bool:
-        given = b""
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                scheme, _, token = value.partition(b" ")
-                given = token.strip() if scheme.lower() == b"bearer" else b""
-        # All are compared, so that time does not tell which one was near.
-        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
 
 
 class CloseWhenLeaving:

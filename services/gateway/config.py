@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 
 from libs.config import ServiceConfig, Settings
-from libs.config.concerns import DrainSettings, StatsSettings
+from libs.config.concerns import DrainSettings, StatsSettings, StoreSettings
 from libs.config.settings import MAX_SOCKET_PATH, Address, Amount
 
 # What a browser sends as Origin: no path and no trailing slash; `null` for files.
@@ -48,8 +48,13 @@ class ApiSettings(Settings):
     )
     api_key: list[str] = Field(
         default_factory=list,
-        description="Key that /v1 requires as a bearer token; may be repeated. None: open.",
+        description="Key that /v1 requires as a bearer token; may be repeated. None: open, unless --api-keys-from-store.",
         json_schema_extra={"secret": True},
+    )
+    api_keys_from_store: bool = Field(
+        False,
+        description="Take the keys of `tokenloom keys` too, with their limits per minute. /v1 is closed to all others, "
+        "and to keys that cannot be checked while the store is away.",
     )
 
 
@@ -100,7 +105,10 @@ class LimitSettings(Settings):
 class UpstreamSettings(Settings):
     """The services behind it."""
 
-    scheduler_address: Address = Field("127.0.0.1:50052", description="gRPC address of the scheduler (unix:/path or host:port).")
+    scheduler_address: Address = Field(
+        "127.0.0.1:50052",
+        description="gRPC address of the scheduler (unix:/path or host:port). Not given, but --store: where the store says that it is.",
+    )
     tokenizer_address: list[Address] = Field(
         default_factory=lambda: ["127.0.0.1:7001"],
         description="gRPC address of a tokenizer replica; may be repeated. Calls go to the one with the fewest outstanding.",
@@ -114,11 +122,16 @@ class UpstreamSettings(Settings):
 
 
 class GatewayConfig(
-    ListenSettings, ApiSettings, CorsSettings, LimitSettings, UpstreamSettings, DrainSettings, StatsSettings, ServiceConfig
+    ListenSettings, ApiSettings, CorsSettings, LimitSettings, UpstreamSettings, StoreSettings, DrainSettings, StatsSettings, ServiceConfig
 ):
     """The OpenAI-compatible HTTP server of the mesh."""
 
     section: ClassVar[str] = "gateway"
+
+    def contradictions(self) -> Iterator[str]:
+        """See Settings."""
+        if self.api_keys_from_store and not self.store:
+            yield "--api-keys-from-store: there is no --store to take them from"
 
     @property
     def model_names(self) -> list[str]:

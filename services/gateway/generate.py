@@ -22,8 +22,9 @@ from libs.text.table import TextTable
 from services.gateway.admission import Lease
 from services.gateway.endings import error_of_cancel, error_of_ending
 from services.gateway.mesh import Mesh
+from services.gateway.quota import Visit
 from services.gateway.record import RequestRecord
-from services.gateway.streamer import Change, Choice
+from services.gateway.streamer import Change, Choice, count_tokens
 from services.gateway.tickets import CancelReason, Ticket
 from services.gateway.wanted import Prompt, Wanted
 from tokenloom.common.v1 import common_pb2
@@ -44,8 +45,9 @@ _T = TypeVar("_T")
 class Generation:
     """All choices of one HTTP request. `close` must be awaited whatever happens; it leaves nothing running at the scheduler."""
 
-    def __init__(self, mesh: Mesh, wanted: Wanted, record: RequestRecord) -> None:
-        self._mesh, self._wanted, self._record = mesh, wanted, record
+    def __init__(self, mesh: Mesh, wanted: Wanted, record: RequestRecord, visit: Visit | None = None) -> None:
+        """`visit`: the stored key that it came with, which it is charged to."""
+        self._mesh, self._wanted, self._record, self._visit = mesh, wanted, record, visit
         self._bell = asyncio.Event()
         self._interrupted: asyncio.Future[CancelReason.ValueType] = asyncio.get_running_loop().create_future()
         self._gave_up = False
@@ -94,6 +96,8 @@ class Generation:
         expected = self._wanted.sampling.max_tokens or facts.defaults.max_new_tokens or facts.max_model_len
         estimates = [min(prompt.estimate + expected, facts.max_model_len) for prompt in self._wanted.prompts for _ in range(self._wanted.n)]
         self._leases = self._mesh.admission.admit(self._mesh.session.window, estimates)
+        if self._visit is not None:
+            await self._unless_interrupted(self._visit.admit(sum(estimates)))
         self._record.parsed_ns = self._mesh.clock.unix_ns()
         self._encoded = await self._unless_interrupted(self._encode_all(facts.max_model_len))
         self._record.tokenized_ns = self._mesh.clock.unix_ns()
@@ -286,6 +290,9 @@ class Generation:
         finally:
             for timer in self._timers:
                 timer.cancel()
+            if self._visit is not None:
+                tokens = count_tokens(self.choices)
+                self._visit.settle(tokens.prompt + tokens.completion)
             self._mesh.closed(self)
 
     async def _all_endings(self) -> None:

@@ -8,13 +8,18 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from libs.api_keys import KeyBook
 from libs.clock import Clock
 from libs.errors import ErrorCode, TokenloomError
 from libs.process import guard
+from libs.store import open_store
 from libs.telemetry.tracing import Tracer
 from services.gateway.admission import Admission
 from services.gateway.config import GatewayConfig
+from services.gateway.finder import SchedulerFinder
+from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.quota import Quotas
 from services.gateway.session import SchedulerSession
 from services.gateway.tickets import BookObserver, CancelReason, Ticket, TicketBook
 from services.gateway.tokenizer_client import TokenizerClient
@@ -56,14 +61,22 @@ class _Observer(BookObserver):
 
 
 class Mesh:
-    """Session, tokenizers, admission and telemetry of one gateway process, and whether it can serve."""
+    """Session, tokenizers, keys, admission and telemetry of one gateway process, and whether it can serve.
+
+    Raises TokenloomError for a --store that there cannot be.
+    """
 
     def __init__(self, config: GatewayConfig, *, instance: str, clock: Clock, tracer: Tracer) -> None:
         self.config, self.clock, self.tracer = config, clock, tracer
         self.metrics = GatewayMetrics(config.model_names[0])
         self.traffic = Traffic()
         book = TicketBook(resume_timeout_ns=round(config.resume_timeout * 1e9), observer=_Observer(self.metrics, self.traffic))
-        self.session = SchedulerSession(config.scheduler_address, instance, book, clock, self.metrics)
+        self._store = open_store(config.store, self.metrics.store) if config.store else None
+        stored = KeyBook(self._store) if self._store is not None and config.api_keys_from_store else None
+        self.keys, self.quotas = KeyRing(config.api_key, stored, clock), Quotas(self._store, self.metrics)
+        by_store = self._store is not None and not config.given("scheduler_address")
+        finder = SchedulerFinder("", self._store) if by_store else SchedulerFinder(config.scheduler_address)
+        self.session = SchedulerSession(finder.find, instance, book, clock, self.metrics)
         self.tokenizers = TokenizerClient(
             config.tokenizer_address, clock, self.metrics, self._wanted_tokenizer, tracer=tracer, patience=config.tokenizer_patience
         )
@@ -89,7 +102,7 @@ class Mesh:
 
     def start(self) -> None:
         """Begins to connect, in the background."""
-        loops: list[Coroutine[Any, Any, None]] = [self.session.run(), self.tokenizers.load_table()]
+        loops: list[Coroutine[Any, Any, None]] = [self.session.run(), self.tokenizers.load_table(), self.keys.keep_fresh()]
         self._tasks = [guard(asyncio.create_task(loop)) for loop in loops]
 
     async def close(self) -> None:
@@ -98,6 +111,9 @@ class Mesh:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.tokenizers.close()
+        await self.quotas.close()
+        if self._store is not None:
+            await self._store.close()
         # Exporting blocks for up to the exporter's timeout.
         await asyncio.to_thread(self.tracer.shutdown)
 

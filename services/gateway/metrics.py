@@ -8,6 +8,7 @@ from functools import partial
 from prometheus_client import Counter, Gauge, Histogram
 
 from libs.errors import ErrorCode
+from libs.store.metrics import StoreMetrics
 from libs.telemetry.metrics import LATENCY_BUCKETS, STEP_BUCKETS, TOKEN_BUCKETS, new_registry
 from tokenloom.common.v1 import common_pb2
 
@@ -27,6 +28,7 @@ class GatewayMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = new_registry()
+        self.store = StoreMetrics(self.registry)
         self._labels = {"model_name": model_name}
         self._latencies()
         self._requests()
@@ -131,6 +133,12 @@ class GatewayMetrics:
             "tokenloom:gateway_tokenizer_failures",
             "Failed calls by replica address; each was tried on another replica. One address rising: replace that replica.",
             ["address"],
+            registry=self.registry,
+        )
+
+        self.quota_local = Gauge(
+            "tokenloom:gateway_quota_local",
+            "1 while the store is away and this gateway keeps the limits of keys by itself. Look at the store.",
             registry=self.registry,
         )
 

@@ -26,15 +26,15 @@ def instance_name(config: GatewayConfig) -> str:
 
 
 async def run(config: GatewayConfig, stop: asyncio.Event) -> int:
-    """Serves until `stop` is set, then drains. Returns the process's exit code: 1 when the address cannot be had."""
+    """Serves until `stop` is set, then drains. Returns the process's exit code: 1 when the address cannot be had or --store names none."""
     instance = instance_name(config)
     try:
         tracer = Tracer.of_process("gateway", instance, config.otlp_endpoint)
+        mesh = Mesh(config, instance=instance, clock=SystemClock(), tracer=tracer)
         listener, url = bind(config.host, config.port, config.uds)
     except (OSError, TokenloomError) as error:
         _log.error("the gateway cannot start", error=str(error))
         return 1
-    mesh = Mesh(config, instance=instance, clock=SystemClock(), tracer=tracer)
     tracer.count_in(mesh.metrics.registry)
     server = new_server(new_app(mesh))
     mesh.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -29,6 +30,7 @@ MIN_BACKOFF = 0.1
 MAX_BACKOFF = 2.0
 # Seconds between looks at tickets that wait for a session.
 TICK = 0.1
+_UNKNOWN = "no scheduler has registered in the store yet"
 
 _log = get_logger("gateway.session")
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[scheduler_pb2.GatewayFrame, scheduler_pb2.SchedulerFrame]"
@@ -50,8 +52,10 @@ class SchedulerSession:
     `facts` are the served model's, kept while a session is down; `window` is closed while one is down.
     """
 
-    def __init__(self, address: str, name: str, book: TicketBook, clock: Clock, metrics: GatewayMetrics) -> None:
-        self._address, self._name, self._book, self._clock, self._metrics = address, name, book, clock, metrics
+    def __init__(self, find: Callable[[], Awaitable[str]], name: str, book: TicketBook, clock: Clock, metrics: GatewayMetrics) -> None:
+        """`find` is asked for the scheduler's address before every attempt; empty: it is not known yet."""
+        self._find, self._name, self._book, self._clock, self._metrics = find, name, book, clock, metrics
+        self._address = ""
         self._instance = random.SystemRandom().getrandbits(64) or 1
         self._to_write = asyncio.Event()
         self._session_id = 0
@@ -81,14 +85,17 @@ class SchedulerSession:
     async def run(self) -> None:
         """Keeps a session up until cancelled."""
         ticker = asyncio.create_task(self._tick())
-        backoff = MIN_BACKOFF
+        backoff, found = MIN_BACKOFF, await self._find()
         try:
-            async with connect(self._address) as channel:
-                while True:
-                    was_up = await self._one_session(channel)
-                    backoff = MIN_BACKOFF if was_up else min(backoff * 2, MAX_BACKOFF)
-                    # Jitter, so that many gateways do not return to a restarted scheduler in the same instant.
-                    await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            while True:
+                self._address = found
+                async with connect(found) as channel:
+                    while found == self._address:
+                        was_up = await self._one_session(channel) if found else self._down(_UNKNOWN)
+                        backoff = MIN_BACKOFF if was_up else min(backoff * 2, MAX_BACKOFF)
+                        # Jitter, so that many gateways do not return to a restarted scheduler in the same instant.
+                        await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+                        found = await self._find()
         finally:
             ticker.cancel()
 

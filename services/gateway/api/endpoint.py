@@ -22,6 +22,7 @@ from services.gateway.endings import error_of_cancel
 from services.gateway.generate import Generation
 from services.gateway.http_attributes import http_attributes
 from services.gateway.mesh import Mesh
+from services.gateway.quota import Visit, visit_of
 from services.gateway.record import RequestRecord
 from services.gateway.request_id import HEADER, request_id_of
 from services.gateway.streamer import Change, Choice
@@ -60,15 +61,15 @@ class GenerationEndpoint:
         """Serves one request."""
         config = self._mesh.config
         connection = Connection(scope, receive, send, max_body_bytes=config.max_body_bytes, slow_reader_timeout=config.slow_reader_timeout)
-        await _Exchange(self._mesh, self._api, connection, http_attributes(scope)).run()
+        await _Exchange(self._mesh, self._api, connection, http_attributes(scope), visit_of(scope)).run()
 
 
 class _Exchange:
     """One request and its response."""
 
-    def __init__(self, mesh: Mesh, api: Api, connection: Connection, http: Mapping[str, AttributeValue]) -> None:
-        self._mesh, self._api, self._connection = mesh, api, connection
-        self._record = _new_record(mesh, api, connection, http)
+    def __init__(self, mesh: Mesh, api: Api, connection: Connection, http: Mapping[str, AttributeValue], visit: Visit | None) -> None:
+        self._mesh, self._api, self._connection, self._visit = mesh, api, connection, visit
+        self._record = _new_record(mesh, api, connection, {**http, "tokenloom.tenant": visit.key.name} if visit is not None else http)
         context, request_id = self._record.context, self._record.request_id
         self._headers: Headers = [(HEADER, request_id.encode()), (b"traceparent", str(context).encode())]
         structlog.contextvars.bind_contextvars(request_id=request_id, **log_ids(context))
@@ -128,7 +129,7 @@ class _Exchange:
         record.started_ns, record.started_mono = mesh.clock.unix_ns(), mesh.clock.monotonic_ns()
         mesh.require_ready()
         wanted = record.wanted = self._api.read(body, mesh, record.request_id)
-        generation = self._generation = Generation(mesh, wanted, record)
+        generation = self._generation = Generation(mesh, wanted, record, self._visit)
         connection.watch(lambda: generation.interrupt(CancelReason.CANCEL_REASON_CLIENT_DISCONNECTED))
         await generation.prepare()
         generation.submit()

@@ -34,13 +34,13 @@ def test_a_second_mesh_on_the_port_is_refused_and_told_who_holds_it(base):
     RunDirectory.claim(8123).release()
 
 
-def test_what_a_mesh_that_died_has_left_is_removed_but_its_traces_stay(base):
+def test_what_a_mesh_that_died_has_left_is_removed_but_its_traces_and_its_store_stay(base):
     directory = base / "8123"
     directory.mkdir(parents=True, mode=0o700)
     for name in ("worker.sock", "store.db", "store.db-wal", "traces.db"):
         (directory / name).write_text("old")
     held = RunDirectory.claim(8123)
-    assert sorted(path.name for path in directory.iterdir()) == ["lock", "traces.db"]
+    assert sorted(path.name for path in directory.iterdir()) == ["lock", "store.db", "store.db-wal", "traces.db"]
     held.release()
 
 
