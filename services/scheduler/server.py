@@ -33,7 +33,9 @@ from services.scheduler.workers import WorkerLink
 from tokenloom.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tokenloom.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
+# Seconds between looks at the registry: while nobody can serve, and while somebody does.
 _REGISTRY_SECONDS = 0.25
+_REGISTRY_SERVED_SECONDS = 1.0
 _TABLE_TIMEOUT = 10.0
 
 log = get_logger(__name__)
@@ -119,6 +121,10 @@ class SchedulerProcess:
                 guard(asyncio.create_task(self._register(store, engine), name="registration")),
             ]
 
+    @property
+    def _served(self) -> bool:
+        return any(link.attached for link in self.links.values())
+
     def _link(self, address: str) -> None:
         if self.engine is not None and address not in self.links:
             self.links[address] = WorkerLink(address, self.engine)
@@ -145,7 +151,7 @@ class SchedulerProcess:
                     log.info("worker registry can be read again", workers=len(known))
                 failing = False
                 await self._follow(known | set(self.config.worker_address))
-            await asyncio.sleep(_REGISTRY_SECONDS)
+            await asyncio.sleep(_REGISTRY_SERVED_SECONDS if self._served else _REGISTRY_SECONDS)
 
     async def _follow(self, known: set[str]) -> None:
         for address in known - self.links.keys():
@@ -157,7 +163,7 @@ class SchedulerProcess:
         stats = StatsLine(self.config.stats_interval)
         while self.engine is not None:
             self.engine.tick()
-            await self.server.set_ready(not self.engine.draining and any(link.attached for link in self.links.values()))
+            await self.server.set_ready(not self.engine.draining and self._served)
             stats.tick(self.engine.state)
             await asyncio.sleep(0.5)
 
