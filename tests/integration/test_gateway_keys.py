@@ -12,6 +12,7 @@ import pytest
 
 from libs.api_keys import KeyBook, Limits
 from libs.store import Store, open_store
+from libs.store import redis as redis_module
 from services.gateway import keys as keys_module
 from services.gateway.config import GatewayConfig
 from tests.support.gateway_core import running_stack
@@ -20,6 +21,13 @@ from tests.support.gateway_process import Gateway, running_gateway, until
 from tests.support.redis_server import RedisServer
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 10}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy for a second is no store that is away; one that is dead refuses at once."""
+    for name in ("CONNECT_TIMEOUT", "ANSWER_TIMEOUT", "POOL_TIMEOUT", "CALL_TIMEOUT"):
+        monkeypatch.setattr(redis_module, name, 60.0)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from libs.store import Balance, Charge, Entry, Store, When
+from libs.store import redis as redis_module
 from libs.store.local import LocalBuckets
 from libs.store.redis import RedisStore
 from libs.store.sqlite import SqliteStore
@@ -52,6 +53,13 @@ class Place:
             yield client
         finally:
             await client.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy for a second is no store that is away; one that is dead refuses at once."""
+    for name in ("CONNECT_TIMEOUT", "ANSWER_TIMEOUT", "POOL_TIMEOUT", "CALL_TIMEOUT"):
+        monkeypatch.setattr(redis_module, name, 60.0)
 
 
 @pytest.fixture(params=["sqlite", "redis"])
