@@ -190,8 +190,11 @@ async def test_redis_dies_in_the_middle_of_load_and_no_request_notices(tmp_path:
     """Gateway, scheduler and worker find each other by Redis; it is killed and comes back empty; they serve on and register again."""
     async with running_stack(tmp_path, gateway={"store": server.url()}, store=server.url()) as stack:
         prompts = [[1 + number % 7, 2, 3] for number in range(60)]
+        stack.worker.gate.clear()
         load = [asyncio.create_task(stack.complete(prompt, max_tokens=16)) for prompt in prompts[:20]]
+        await until(lambda: len(stack.gateway.mesh.open) == 20 and len(stack.mesh.state.requests) == 20, timeout=30)
         server.kill()
+        stack.worker.gate.set()
         load += [asyncio.create_task(stack.complete(prompt, max_tokens=16)) for prompt in prompts[20:40]]
         await asyncio.gather(*load)
         server.start()
