@@ -218,4 +218,7 @@ async def test_many_clients_of_which_a_third_leaves(tmp_path):
         assert outcomes == [number % 3 != 0 for number in range(24)]
         await gateway.until_idle()
         assert len(gateway.mesh.book) == 0
-        assert ErrorCode.INTERNAL.spec.label not in (await gateway.client.get("/metrics")).text
+        failed = f'reason="{ErrorCode.INTERNAL.spec.label}"'
+        lines = [line for line in (await gateway.client.get("/metrics")).text.splitlines() if "_total{" in line and failed in line]
+        assert lines
+        assert all(line.endswith(" 0.0") for line in lines), lines

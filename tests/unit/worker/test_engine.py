@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 import torch
+from pydantic import ValidationError
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.directory import ModelDirectory
