@@ -25,7 +25,7 @@ from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import RequestEvent, WaitReason
 from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import StopRules
-from services.scheduler.facts import check_fit, limits_of
+from services.scheduler.facts import check_fit, fits_anew, limits_of
 from services.scheduler.intake import Intake
 from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
@@ -74,7 +74,7 @@ class Engine:
 
     @property
     def superseded(self) -> asyncio.Event:
-        """Set once another scheduler leads: the process must end."""
+        """Set once another scheduler leads, or the mesh serves another model than this one knows: the process must end."""
         return self.shard.superseded
 
     @property
@@ -98,8 +98,13 @@ class Engine:
     @enters_core(TokenloomError)
     def worker_attached(self, link: WorkerLink, attached: worker_pb2.Attached) -> None:
         """See LinkOwner. Raises TokenloomError (FINGERPRINT_MISMATCH, PROTOCOL_VIOLATION) for a worker that does not fit."""
-        facts = attached.facts
-        check_fit(link.name, facts, self.shard.facts or facts, self._table.fingerprint, self._config, alone=not self._paces)
+        facts, alone = attached.facts, not self._paces
+        try:
+            check_fit(link.name, facts, self.shard.facts or facts, self._table.fingerprint, self._config, alone=alone)
+        except TokenloomError:
+            self.shard.misfit = facts if alone and fits_anew(link.name, facts, self._config) else None
+            raise
+        self.shard.misfit = None
         state = self._reshape(facts) if self.state is None or not self._paces else self.state
         state.groups[link.name] = group = Group.new(
             link.name,
@@ -156,6 +161,23 @@ class Engine:
             self.shard.shelve_unfit(state, now)
         self._clients.publish(effects)
         self.kick()
+
+    @enters_core()
+    def make_way(self, tokenizer: str) -> None:
+        """Ends a scheduler without workers whose mesh serves another model by now, or the same with other numerics: the tokenizers
+        (`tokenizer`: their fingerprint now) and a worker that was refused go together, so that one that starts anew serves with both.
+
+        What is live of another model fails, for its token ids mean nothing to the new one; else gateways take it to the next scheduler.
+        """
+        facts, mesh, state = self.shard.misfit, self.shard.facts, self.state
+        if facts is None or self._paces or facts.fingerprints.tokenizer != tokenizer:
+            return
+        other = mesh is None or (mesh.fingerprints.model, mesh.fingerprints.tokenizer) != (facts.fingerprints.model, tokenizer)
+        if state is not None and other:
+            error = TokenloomError(ErrorCode.NO_WORKER, "the model was exchanged for another; ask again", retry_after_ms=1000)
+            self._clients.publish(state.fail_all(list(state.requests.values()), error, self._clock.monotonic_ns()))
+        log.error("the workers are not those of this scheduler's model any more; it ends, and the next one serves them", other_model=other)
+        self.superseded.set()
 
     def step_patience_us(self, link: WorkerLink) -> float:
         """See LinkOwner: judged against the predicted time of the step, --step-timeout at most."""

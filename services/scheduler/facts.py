@@ -53,6 +53,15 @@ def check_fit(
         )
 
 
+def fits_anew(worker: str, facts: worker_pb2.WorkerFacts, config: SchedulerConfig) -> bool:
+    """Whether a scheduler that starts now, with this worker's tokenizer, would take it as its first."""
+    try:
+        check_fit(worker, facts, facts, facts.fingerprints.tokenizer, config, alone=True)
+    except TokenloomError:
+        return False
+    return True
+
+
 def limits_of(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> Limits:
     """The limits of steps and queue. Without chunked prefill the token budget is at least the context length, and the log says so."""
     budget = min(config.max_num_batched_tokens, facts.max_tokens_per_step)

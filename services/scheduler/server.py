@@ -37,6 +37,8 @@ from tokenloom.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 _REGISTRY_SECONDS = 0.25
 _REGISTRY_SERVED_SECONDS = 1.0
 _TABLE_TIMEOUT = 10.0
+# Seconds without any worker after which those that were refused count: one that fits may only have been away for a moment.
+_MISFIT_SECONDS = 5.0
 
 log = get_logger(__name__)
 
@@ -82,6 +84,7 @@ class SchedulerProcess:
         """`on_attached`: see Engine; `instance`: its name in the registry."""
         self.config, self._instance = config, instance
         self._on_attached = on_attached
+        self.clock = SystemClock()
         self.tracer = tracer
         self.metrics = SchedulerMetrics()
         self.server: Server = new_server([scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name])
@@ -103,7 +106,7 @@ class SchedulerProcess:
             raise TokenloomError(ErrorCode.INVALID_REQUEST, "no worker to serve: give its address or a store", param="--worker-address")
         self._store = store = open_store(config.store, self.metrics.store) if config.store else None
         table = await fetch_table(config.tokenizer_address)
-        engine = Engine(config, SystemClock(), self.tracer, self.metrics, await Leadership.take(store), table, self._on_attached)
+        engine = Engine(config, self.clock, self.tracer, self.metrics, await Leadership.take(store), table, self._on_attached)
         self.engine = engine
         self.metrics.watch(asyncio.get_running_loop(), lambda: engine.state)
         serve_metrics(self.metrics.registry, config.metrics_host, config.metrics_port)
@@ -114,6 +117,7 @@ class SchedulerProcess:
             self._link(worker)
         self._tasks = [
             guard(asyncio.create_task(self._tick(), name="tick")),
+            guard(asyncio.create_task(self._watch_model(engine), name="model")),
         ]
         if store is not None:
             self._tasks += [
@@ -167,8 +171,16 @@ class SchedulerProcess:
             stats.tick(self.engine.state)
             await asyncio.sleep(0.5)
 
+    async def _watch_model(self, engine: Engine) -> None:
+        """Makes way for the next scheduler when tokenizers and workers serve another model: this one has the old one's text table."""
+        while True:
+            await asyncio.sleep(_MISFIT_SECONDS / 5)
+            alone = self.clock.monotonic_ns() - engine.shard.without_worker_since
+            if engine.shard.misfit is not None and not self._served and alone > _MISFIT_SECONDS * 1e9:
+                engine.make_way((await fetch_table(self.config.tokenizer_address)).fingerprint)
+
     async def deposed(self) -> None:
-        """Returns once this scheduler must end by itself: another one leads, or the core broke."""
+        """Returns once this scheduler must end by itself: another one leads or should start, or the core broke."""
         if self.engine is not None:
             await _first(self.engine.superseded, self.engine.broken)
 

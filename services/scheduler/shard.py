@@ -33,7 +33,8 @@ class Shard:
     """See the module. `state`, `facts` and `rules` are there once a worker has attached; `paces` are the attached workers' by name.
 
     `without_worker_since`, `unfit_since`: monotonic ns since when no worker is attached, or somebody waits whom none holds (None: nobody).
-    `superseded` is set once another scheduler leads, `broken` once the core has raised. After either the process ends.
+    `misfit`: the facts of a worker that was refused while nobody was attached, and that a scheduler which starts anew would take.
+    `superseded` is set once another scheduler leads or should start, `broken` once the core has raised. After either the process ends.
     """
 
     config: SchedulerConfig
@@ -47,6 +48,7 @@ class Shard:
     rules: SubmitRules | None = None
     paces: dict[str, Pace] = field(default_factory=dict)
     unfit_since: int | None = None
+    misfit: worker_pb2.WorkerFacts | None = None
     draining: bool = False
     superseded: asyncio.Event = field(default_factory=asyncio.Event)
     broken: asyncio.Event = field(default_factory=asyncio.Event)

@@ -16,10 +16,12 @@ from tokenloom.common.v1 import common_pb2
 from tokenloom.worker.v1 import worker_pb2, worker_pb2_grpc
 
 
-def worker_facts(blocks: int, slots: int, max_model_len: int, *, fingerprint: str = "table") -> worker_pb2.WorkerFacts:
+def worker_facts(
+    blocks: int, slots: int, max_model_len: int, *, fingerprint: str = "table", numerics: str = "hash"
+) -> worker_pb2.WorkerFacts:
     """What a worker that serves ModelWorker's model says of itself; `fingerprint` is the tokenizer's."""
     return worker_pb2.WorkerFacts(
-        fingerprints=common_pb2.Fingerprints(model="model", tokenizer=fingerprint, numerics="hash"),
+        fingerprints=common_pb2.Fingerprints(model="model", tokenizer=fingerprint, numerics=numerics),
         block_size=16,
         num_blocks=blocks,
         kv_dtype="float32",
@@ -61,7 +63,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.batches: list[worker_pb2.StepBatch] = []
         self.cuts: list[worker_pb2.Cut] = []
         self.arrived = asyncio.Condition()
-        self.fingerprint = "table"
+        self.fingerprint, self.numerics = "table", "hash"
         self.running_us = 0
         self.beat_seconds = 0.05
         self._server: Server | None = None
@@ -186,7 +188,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(self.beat_seconds)
 
     def _attached(self, epoch: int) -> worker_pb2.Attached:
-        facts = worker_facts(self.blocks, self.slots, self.max_model_len, fingerprint=self.fingerprint)
+        facts = worker_facts(self.blocks, self.slots, self.max_model_len, fingerprint=self.fingerprint, numerics=self.numerics)
         return worker_pb2.Attached(
             protocol_version=PROTOCOL_VERSION, boot_id=7, highest_fencing_token=self.highest_token, epoch=epoch, facts=facts
         )

@@ -28,8 +28,12 @@ def params(**fields: object) -> SamplingParams:
 
 
 class _FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    fingerprint = text_table().fingerprint
+
     async def GetTextTable(self, request: tokenizer_pb2.GetTextTableRequest, context: Any) -> tokenizer_pb2.GetTextTableResponse:  # type: ignore[override]
-        return text_table().to_proto()
+        table = text_table().to_proto()
+        table.tokenizer_fingerprint = self.fingerprint
+        return table
 
 
 class SchedulerMesh:
@@ -41,6 +45,7 @@ class SchedulerMesh:
     def __init__(self, directory: Path, *, static_workers: int = 1, **config: Any) -> None:
         self._directory = directory
         self._tokenizer: Server = new_server([])
+        self.tokenizer = _FakeTokenizer()
         self._workers: list[FakeWorker] = []
         self._sessions: list[SessionClient] = []
         self._stopped = False
@@ -80,7 +85,7 @@ class SchedulerMesh:
         return found
 
     async def __aenter__(self) -> SchedulerMesh:
-        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(_FakeTokenizer(), self._tokenizer.server)
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self.tokenizer, self._tokenizer.server)
         await listen(self._tokenizer, self._socket("tokenizer"))
         await self.process.start()
         return self
