@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from libs.clock import Clock
 from libs.telemetry.tracing import SpanEvent, SpanRecord, TraceParent, Tracer, new_span_id
 from services.scheduler.convert import WireTrace
-from services.scheduler.core.request import CancelReason, Ending, Request, RequestEvent, Timeline
+from services.scheduler.core.request import CancelReason, Ending, Request, RequestEvent, Timeline, WaitReason
 from services.scheduler.core.stopping import FinishReason
 
 _QUEUE, _PREFILL, _DECODE = "queue", "prefill", "decode"
+# A request that the planner takes up sooner has waited for nothing.
+_TAKEN_UP_AT_ONCE_NS = 1_000_000
 
 
 @dataclass(slots=True)
@@ -77,8 +79,7 @@ def _attributes(stage: str, request: Request, waits: Mapping[int, int]) -> dict[
     line = request.timeline
     common: dict[str, str | int] = {"tokenloom.request_id": str(request.key), "tokenloom.attempt": request.attempt}
     if stage == _QUEUE:
-        queued = [index for index in waits if line.events[index].at_ns < (line.dispatched_ns or line.ended_ns)]
-        reasons = [(line.events[index].detail, waits[index]) for index in queued]
+        reasons = _queued(line, waits)
         longest = max(reasons, key=lambda reason: reason[1], default=("none", 0))
         return {
             **common,
@@ -110,6 +111,15 @@ def _waits(line: Timeline) -> dict[int, int]:
                 later.append(line.dispatched_ns)
             found[index] = max(min(later) - event.at_ns, 0)
     return found
+
+
+def _queued(line: Timeline, waits: Mapping[int, int]) -> list[tuple[str, int]]:
+    """Why it waited before its first dispatch, and how long (ns): `new` until the planner, who comes between steps, first looked at it."""
+    until = line.dispatched_ns or line.ended_ns
+    queued = [index for index in waits if line.events[index].at_ns < until]
+    unseen = min((line.events[index].at_ns for index in queued), default=until) - line.received_ns
+    first = [(WaitReason.NEW.value, unseen)] if unseen >= _TAKEN_UP_AT_ONCE_NS else []
+    return first + [(line.events[index].detail, waits[index]) for index in queued]
 
 
 def _summed(reasons: Sequence[tuple[str, int]]) -> dict[str, int]:

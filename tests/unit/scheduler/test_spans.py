@@ -129,6 +129,20 @@ def test_a_request_that_waited_for_nothing_says_so(state: SchedulerState, group:
     assert [(name, value) for name, value in attributes.items() if "wait" in name] == [("tokenloom.wait_reason", "none")]
 
 
+def test_the_time_until_the_planner_first_looked_at_it_is_a_reason_of_its_own(state: SchedulerState, group: Group):
+    request = served(state, group)
+    line = request.timeline
+    line.received_ns, line.dispatched_ns, line.first_token_ns, line.ended_ns = 0, 9_000_000, 10_000_000, 11_000_000
+    line.events[:] = []
+    assert _waited(request) == {"tokenloom.wait_reason": "new", "tokenloom.wait_us.new": 9000}
+    line.events[:] = [RequestEvent("waiting", 2_000_000, "no_slot")]
+    assert _waited(request) == {"tokenloom.wait_reason": "no_slot", "tokenloom.wait_us.new": 2000, "tokenloom.wait_us.no_slot": 7000}
+
+
+def _waited(request: Request) -> dict[str, object]:
+    return {name: value for name, value in (emitted(request)[0].attributes or {}).items() if "wait" in name}
+
+
 def test_a_preemption_is_an_event_of_the_decode(state: SchedulerState, group: Group):
     request = submit(state, [1] * 4, max_tokens=3)
     request.timeline.received_ns = 100
