@@ -16,7 +16,15 @@ SERVICE_SETTINGS: Mapping[str, frozenset[str]] = {
     | {"host", "port", "uds", "served_model_name", "api_key", "api_keys_from_store", "store"}
     | {"allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"}
     | {"max_body_bytes", "max_prompts", "request_timeout", "slow_reader_timeout", "sse_keep_alive", "drain_delay"}
-    | {"scheduler_address", "tokenizer_address", "tokenizer_patience", "resume_timeout", "drain_timeout", "stats_interval"},
+    | {
+        "scheduler_address",
+        "tokenizer_address",
+        "tokenizer_patience",
+        "scheduler_patience",
+        "resume_timeout",
+        "drain_timeout",
+        "stats_interval",
+    },
     "scheduler": _COMMON
     | {"listen", "worker_address", "tokenizer_address", "shard", "worker_grace", "store", "advertise_address"}
     | {"scheduling_policy", "max_queue", "max_queue_tokens", "max_num_seqs", "max_num_batched_tokens"}

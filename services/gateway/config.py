@@ -116,6 +116,9 @@ class UpstreamSettings(Settings):
     tokenizer_patience: float = Field(
         10.0, ge=0, description="Seconds that a request waits for a tokenizer to come back while none can be reached; then it gets a 503."
     )
+    scheduler_patience: float = Field(
+        10.0, ge=0, description="Seconds that a new request waits while the mesh can take none, as when the scheduler restarts; then a 503."
+    )
     resume_timeout: float = Field(
         30.0, ge=0, description="Seconds that live requests wait for a new session after the scheduler was lost; then they fail with a 503."
     )

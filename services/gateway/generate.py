@@ -84,11 +84,12 @@ class Generation:
         self._bell.set()
 
     async def prepare(self) -> None:
-        """Admits the request and encodes its prompts.
+        """Waits until the mesh can take the request, admits it and encodes its prompts.
 
-        Raises TokenloomError: what this mesh does not serve, over the window, what the tokenizer refuses, a context that is too small,
-        an interruption.
+        Raises TokenloomError: that it cannot, what this mesh does not serve, over the window, what the tokenizer refuses, a context that is
+        too small, an interruption.
         """
+        await self._unless_interrupted(self._mesh.waiting_room.enter())
         facts = self._facts()
         self._refuse_unserved(facts)
         self._refuse_unsafe_stops()
@@ -231,6 +232,11 @@ class Generation:
         )
         self._record.internal_ids.append(f"{self._mesh.session.instance:x}:{submit.id}")
         return Ticket(submit, self._bell, deadline_ns=self._deadline_ns, on_ended=lease.release)
+
+    @property
+    def begun(self) -> bool:
+        """Whether it was admitted: before that nothing has happened that a second try elsewhere would do twice."""
+        return bool(self._leases)
 
     @property
     def ended(self) -> bool:

@@ -23,6 +23,7 @@ from services.gateway.quota import Quotas
 from services.gateway.session import SchedulerSession
 from services.gateway.tickets import BookObserver, CancelReason, Ticket, TicketBook
 from services.gateway.tokenizer_client import TokenizerClient
+from services.gateway.waiting_room import WaitingRoom
 
 RETRY_AFTER_MS = 1000
 
@@ -81,6 +82,7 @@ class Mesh:
             config.tokenizer_address, clock, self.metrics, self._wanted_tokenizer, tracer=tracer, patience=config.tokenizer_patience
         )
         self.admission = Admission()
+        self.waiting_room = WaitingRoom(lambda: self.obstacle(), config.scheduler_patience)
         self.metrics.watch(self._outstanding, self._window)
         self.book = book
         # From the order to leave on /ready refuses; `draining`, after the delay: requests are refused too.
@@ -143,12 +145,19 @@ class Mesh:
             )
         return found
 
-    def require_ready(self) -> None:
-        """Raises the first obstacle, a 503 with Retry-After. Leaving is none yet: balancers are being given time to notice."""
-        for obstacle in self.obstacles():
-            if obstacle.code is ErrorCode.DRAINING and not self.draining:
-                continue
-            raise TokenloomError(obstacle.code, f"The server cannot take requests now: {obstacle.message}", retry_after_ms=RETRY_AFTER_MS)
+    def obstacle(self) -> TokenloomError | None:
+        """What a request that comes now is refused with, a 503 with Retry-After, or None. Leaving is no obstacle yet: balancers are being
+        given time to notice.
+        """
+        for found in self.obstacles():
+            if found.code is not ErrorCode.DRAINING or self.draining:
+                return TokenloomError(found.code, f"The server cannot take requests now: {found.message}", retry_after_ms=RETRY_AFTER_MS)
+        return None
+
+    def refuse_when_draining(self) -> None:
+        """Raises DRAINING (503) once this gateway takes no requests any more."""
+        if self.draining and (obstacle := self.obstacle()) is not None:
+            raise obstacle
 
     def opened(self, request: OpenRequest) -> None:
         """A generation request begins."""

@@ -241,8 +241,11 @@ class TicketBook:
         if ending.was_accepted:
             if ending.reason != FinishReason.FINISH_REASON_CANCELLED or ending.cancel_reason not in _SCHEDULER_GOES:
                 return False
-        elif not ticket.attempt or not ErrorCode.from_number(ending.error.code).spec.retryable:
-            return False
+        else:
+            code = ErrorCode.from_number(ending.error.code)
+            # A scheduler that leaves refuses what comes for the first time too: the one after it will take it.
+            if not code.spec.retryable or not (ticket.attempt or code is ErrorCode.DRAINING):
+                return False
         ticket.not_before_ns = now + _RETRY_NS
         self._wait_again(ticket, now, lost=ending.was_accepted)
         return True

@@ -81,11 +81,11 @@ def finish(session, submit, text: str) -> None:
 def refuse(gateway: Gateway, refusals: list[int]) -> None:
     """Makes a gateway refuse requests as one that drains, though its /ready does not say so yet."""
 
-    def refused() -> None:
+    def refused() -> TokenloomError:
         refusals.append(1)
-        raise TokenloomError(ErrorCode.DRAINING, "leaving")
+        return TokenloomError(ErrorCode.DRAINING, "leaving")
 
-    gateway.mesh.require_ready = refused
+    gateway.mesh.obstacle = refused
 
 
 # ---------------------------------------------------------------------------------------------------------------- the edge

@@ -277,7 +277,6 @@ async def test_stop_strings_are_refused_where_the_tokens_text_is_not_certain(tmp
     [
         (ErrorCode.QUEUE_FULL, 429, "3"),
         (ErrorCode.NO_WORKER, 503, "3"),
-        (ErrorCode.DRAINING, 503, "3"),
         (ErrorCode.CANNOT_FIT, 400, None),
         (ErrorCode.NON_FINITE, 500, None),
         (ErrorCode.DEAD_END, 422, None),

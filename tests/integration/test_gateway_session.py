@@ -166,6 +166,59 @@ async def test_without_a_session_new_requests_get_a_503_and_later_ones_are_serve
         assert (await gateway.chat()).status_code == 200
 
 
+async def test_a_new_request_waits_for_the_scheduler_to_come_back(tmp_path):
+    scheduler = FakeScheduler()
+    async with running_gateway(tmp_path, scheduler, scheduler_patience=60) as gateway:
+        scheduler.accepts_sessions = False
+        scheduler.session.close()
+        await until(lambda: not gateway.mesh.session.up)
+        asked = asyncio.create_task(gateway.chat())
+        await until(lambda: gateway.mesh.waiting_room.waiting == 1)
+        scheduler.accepts_sessions = True
+        assert (await asked).status_code == 200
+        await gateway.until_idle()
+
+
+async def test_what_is_no_request_is_told_so_without_waiting_for_the_scheduler(tmp_path):
+    scheduler = FakeScheduler()
+    scheduler.accepts_sessions = False
+    async with running_gateway(tmp_path, scheduler, wait_ready=False, scheduler_patience=60) as gateway:
+        assert (await gateway.client.post("/v1/chat/completions", json={"messages": 3})).status_code == 400
+
+
+async def test_a_client_may_leave_while_its_new_request_waits_for_the_scheduler(tmp_path):
+    scheduler = FakeScheduler()
+    scheduler.accepts_sessions = False
+    async with running_gateway(tmp_path, scheduler, wait_ready=False, scheduler_patience=60) as gateway:
+        async with RawClient(gateway.port) as client:
+            await client.post("/v1/completions", {"prompt": "a"})
+            await until(lambda: gateway.mesh.waiting_room.waiting == 1)
+        await gateway.until_idle()
+        assert gateway.mesh.waiting_room.waiting == 0
+
+
+async def test_a_drain_ends_the_wait_for_the_scheduler(tmp_path):
+    scheduler = FakeScheduler()
+    scheduler.accepts_sessions = False
+    async with running_gateway(tmp_path, scheduler, wait_ready=False, scheduler_patience=60) as gateway:
+        asked = asyncio.create_task(gateway.chat())
+        await until(lambda: gateway.mesh.waiting_room.waiting == 1)
+        await gateway.mesh.drain()
+        response = await asked
+        assert (response.status_code, response.json()["error"]["code"], response.headers["x-tokenloom-not-begun"]) == (503, "draining", "1")
+
+
+async def test_what_a_leaving_scheduler_refuses_goes_to_the_one_after_it(gateway):
+    task = asyncio.create_task(gateway.complete("a"))
+    session, submit = await gateway.scheduler.submitted.get()
+    error = TokenloomError(ErrorCode.DRAINING, "the scheduler is shutting down").to_proto()
+    session.emit(submit.id, [], ending=session.ending(submit.id, FAILED, error=error, was_accepted=False))
+    session, submit = await gateway.scheduler.submitted.get()
+    assert submit.attempt == 1
+    session.emit(submit.id, [EOS], ending=session.ending(submit.id))
+    assert (await task).status_code == 200
+
+
 @pytest.mark.composes("session loss", "cancel")
 async def test_a_client_may_leave_while_its_request_waits_for_a_session(gateway):
     async with RawClient(gateway.port) as client:

@@ -54,7 +54,7 @@ class Fleet:
             await tokenizer.server.set_ready(True)
         for gateway, config in zip(self.gateways, self.configs, strict=True):
             gateway.mesh.config, gateway.mesh.leaving = config, False
-            gateway.mesh.__dict__.pop("require_ready", None)
+            gateway.mesh.__dict__.pop("obstacle", None)
             gateway.scheduler.set_window(max_outstanding=64, max_outstanding_tokens=1_000_000, ready=True)
             await gateway.until_idle()
             gateway.scheduler.submitted, gateway.scheduler.cancels = asyncio.Queue(), asyncio.Queue()

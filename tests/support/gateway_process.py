@@ -97,6 +97,7 @@ async def running_gateway(
             "tokenizer_address": addresses,
             "served_model_name": ["tiny"],
             "drain_timeout": 1.0,
+            "scheduler_patience": 0.0,
             **config,
         }
     )

@@ -127,7 +127,7 @@ class _Exchange:
         body = await connection.body()
         # The trace is about the server: a client's slow upload is not part of it.
         record.started_ns, record.started_mono = mesh.clock.unix_ns(), mesh.clock.monotonic_ns()
-        mesh.require_ready()
+        mesh.refuse_when_draining()
         wanted = record.wanted = self._api.read(body, mesh, record.request_id)
         generation = self._generation = Generation(mesh, wanted, record, self._visit)
         connection.watch(lambda: generation.interrupt(CancelReason.CANCEL_REASON_CLIENT_DISCONNECTED))
@@ -163,7 +163,7 @@ class _Exchange:
             await self._connection.end()
             return
         headers = error_headers(error)
-        if self._generation is None and error.code in _ANOTHER_MAY_SERVE:
+        if not (self._generation is not None and self._generation.begun) and error.code in _ANOTHER_MAY_SERVE:
             headers.append(NOT_BEGUN)
         await self._respond(error.code.spec.http_status, error_body(error), headers)
 
