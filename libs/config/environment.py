@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import get_origin
 
 from libs.config.found import Found, Source
-from libs.config.names import OTHER_VARIABLES, all_names, suggestion
+from libs.config.names import OTHER_VARIABLES, all_names, nearest
 from libs.config.settings import ENV_PREFIX, NONE_WORD, Settings, variable_of
 from libs.errors import ErrorCode, TokenloomError
 
@@ -31,13 +31,19 @@ def read_environment(config: type[Settings], environ: Mapping[str, str]) -> dict
         if variable in everywhere:
             _refuse_link(variable, value)
         elif not _is_link(variable, value):
-            raise _refused(f"{variable}: no service has this setting{suggestion(variable.upper(), everywhere)}")
+            raise _refused(f"{variable}: no service has this setting{_meant(variable, everywhere)}")
         if variable not in known:
             continue
         name = known[variable]
         if value or _is_list(config, name):
             found[name] = Found(None if value == NONE_WORD else value, Source.ENVIRONMENT, variable)
     return found
+
+
+def _meant(variable: str, known: Iterable[str]) -> str:
+    """A suggestion by what follows the prefix, which all have in common."""
+    near = nearest(variable.removeprefix(ENV_PREFIX).upper(), (name.removeprefix(ENV_PREFIX) for name in known))
+    return f"; did you mean {ENV_PREFIX}{near}?" if near else ""
 
 
 def _is_list(config: type[Settings], name: str) -> bool:

@@ -54,6 +54,8 @@ def _load(path: str) -> Mapping[Any, Any]:
         raise _refused(f"{path}{line}: {error.problem}") from None
     except yaml.YAMLError as error:
         raise _refused(f"{path}: {error}") from None
+    except RecursionError:
+        raise _refused(f"{path}: it is nested too deeply to be settings") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

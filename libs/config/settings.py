@@ -83,6 +83,8 @@ class Settings(BaseSettings):
         cli_hide_none_type=True,
         extra="forbid",
         frozen=True,
+        # A time without end is no time that a timer can be set to: it would only fail later, far from its flag.
+        allow_inf_nan=False,
         # The library's own reading of lists takes quotes and brackets for JSON: an API key is to arrive as it was typed.
         enable_decoding=False,
     )

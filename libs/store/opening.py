@@ -13,6 +13,8 @@ from libs.store.sqlite import SqliteStore
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# redis-py takes database 0 for a path that it cannot read.
+_DATABASE = re.compile(r"(/\d*)?")
 # Of a Redis URL's query: the namespace, a socket's database, and what TLS needs. Timeouts and the pool are this package's.
 _OPTIONS = frozenset({"prefix", "db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"})
 
@@ -48,6 +50,8 @@ def _redis(parts: SplitResult, observer: StoreObserver | None) -> Store:
     prefix = options.pop("prefix", "tokenloom")
     if not _PREFIX.fullmatch(prefix):
         raise _refusal(f"prefix={prefix}: a namespace has 1 to 64 characters of A-Z a-z 0-9 _ . -")
+    if parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path):
+        raise _refusal(f"{parts.path[1:]} is no database of Redis: behind the host stands its number, as in redis://host:6379/0")
     if parts.scheme == "unix" and (parts.hostname or not parts.path.startswith("/")):
         raise _refusal("a Unix socket's URL has three slashes: unix:///path")
     try:

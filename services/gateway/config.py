@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from libs.config import ServiceConfig, Settings
 from libs.config.concerns import DrainSettings, StatsSettings, StoreSettings
@@ -14,6 +14,18 @@ from libs.config.settings import MAX_SOCKET_PATH, Address, Amount
 
 # What a browser sends as Origin: no path and no trailing slash; `null` for files.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s\[\]\"']+|[a-z]+://\[[0-9a-f:.]+\](:\d+)?")
+
+# What a client can send behind `Bearer `: blanks at its ends are not part of it, and a header holds no control characters.
+_KEY = re.compile(r"[^\s\x00-\x1f\x7f\ud800-\udfff]+")
+
+
+def _check_key(value: str) -> str:
+    """The message does not show the key: it goes to the log."""
+    if not value:
+        raise ValueError("an empty key would open /v1 to everybody who sends none; leave it out for no keys at all")
+    if not _KEY.fullmatch(value):
+        raise ValueError("a key with blanks, control characters or what is no text can be sent by no client")
+    return value
 
 
 class ListenSettings(Settings):
@@ -46,7 +58,7 @@ class ApiSettings(Settings):
         description="Name clients ask for in `model`; may be repeated, the first is reported by default. "
         "None: `default`, and the model's own under `tokenloom serve`.",
     )
-    api_key: list[str] = Field(
+    api_key: list[Annotated[str, AfterValidator(_check_key)]] = Field(
         default_factory=list,
         description="Key that /v1 requires as a bearer token; may be repeated. None: open, unless --api-keys-from-store.",
         json_schema_extra={"secret": True},
@@ -111,6 +123,7 @@ class UpstreamSettings(Settings):
     )
     tokenizer_address: list[Address] = Field(
         default_factory=lambda: ["127.0.0.1:7001"],
+        min_length=1,
         description="gRPC address of a tokenizer replica; may be repeated. Calls go to the one with the fewest outstanding.",
     )
     tokenizer_patience: float = Field(

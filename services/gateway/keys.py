@@ -52,10 +52,12 @@ class KeyRing:
 
     async def check(self, given: bytes) -> ApiKey | None:
         """The stored key that `given` is, None for a static one. Raises TokenloomError UNAUTHORIZED or STORE_UNAVAILABLE."""
+        if not given:
+            raise _unauthorized()
         # All are compared, so that time does not tell which one was near.
         if sum(hmac.compare_digest(given, key) for key in self._static):
             return None
-        if self._book is None or not given:
+        if self._book is None:
             raise _unauthorized()
         # What is looked up is the hash: how long that takes tells nothing about a key that is near.
         digest, now = digest_of(given), self._clock.monotonic_ns()

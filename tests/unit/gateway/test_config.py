@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from libs.config import parse, to_args
@@ -42,6 +44,16 @@ def test_flags_survive_being_handed_to_a_child_process():
 def test_values_out_of_range_and_unknown_flags_end_the_process(flag):
     with pytest.raises(SystemExit):
         parse(GatewayConfig, [flag], prog="gateway")
+
+
+@pytest.mark.parametrize("key", ["", " ", "s3 cret", " s3cret", "s3cret\n", "s3cret\x00", "s3cret\udcff"])
+def test_a_key_that_no_client_could_send_or_everybody_does_stops_the_start_and_is_not_shown(tmp_path, key, capsys):
+    (tmp_path / "mesh.yaml").write_text(json.dumps({"api-key": ["fine", key]}))
+    with pytest.raises(SystemExit):
+        parse(GatewayConfig, [f"--config={tmp_path}/mesh.yaml"], prog="gateway")
+    told = capsys.readouterr().err
+    assert "api-key[1]: a" in told
+    assert "s3" not in told
 
 
 def test_every_field_says_what_it_is():

@@ -64,6 +64,10 @@ async def test_without_a_store_all_others_are_refused(clock: ManualClock, given:
     assert await refused(KeyRing(["static-one"], None, clock), given) is ErrorCode.UNAUTHORIZED
 
 
+async def test_no_key_at_all_is_never_a_key(clock: ManualClock):
+    assert await refused(KeyRing([""], None, clock), "") is ErrorCode.UNAUTHORIZED
+
+
 async def test_a_stored_key_is_looked_up_once(ring: KeyRing, book: Book):
     key = await book.create("alice", Limits(3, 0), 0)
     found = [await ring.check(key.encode()) for _ in range(5)]

@@ -113,6 +113,7 @@ def test_an_empty_file_sets_nothing(write):
         ("worker: 3", "mesh.yaml: worker: a section holds `key: value`, not a int"),
         ("- max-num-seqs", "mesh.yaml: settings are written `key: value`, not as a list"),
         ("a: [", "mesh.yaml:1: "),
+        (f"instance: {'[' * 3000}", "mesh.yaml: it is nested too deeply"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_file_and_key(write, refusal, text, message):
@@ -137,6 +138,9 @@ def test_a_siblings_variable_is_no_error_and_a_typo_is_one_for_everybody(monkeyp
     assert read().max_num_seqs == 64
     monkeypatch.setenv("TOKENLOOM_MAX_MODEL_LENGTH", "5")
     assert "TOKENLOOM_MAX_MODEL_LENGTH: no service has this setting; did you mean TOKENLOOM_MAX_MODEL_LEN?" in refusal()
+    monkeypatch.delenv("TOKENLOOM_MAX_MODEL_LENGTH")
+    monkeypatch.setenv("TOKENLOOM_FOO", "5")
+    assert refusal().endswith("TOKENLOOM_FOO: no service has this setting\n"), "the prefix alone makes no two names alike"
 
 
 def test_an_empty_variable_is_not_set_save_for_a_list(write, monkeypatch):

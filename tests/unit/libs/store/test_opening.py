@@ -48,6 +48,8 @@ def test_a_redis_url_is_redis_and_its_name_has_no_password(url: str, name: str):
         ("unix://run/redis.sock", "three slashes"),
         ("redis://redis:port/0", "[Pp]ort"),
         ("redis://redis/?socket_timeout=100", "socket_timeout is no option"),
+        ("redis://redis/zero", "zero is no database"),
+        ("redis://redis/0/tokenloom", "0/tokenloom is no database"),
         ("redis://redis/?prefix=", "namespace"),
         ("redis://redis/?prefix=a:b", "namespace"),
         ("/no/such/directory/store.db", "/no/such/directory/store.db: the directory does not exist"),
