@@ -61,10 +61,11 @@ class SubmitRules:
 
 @dataclass(frozen=True, slots=True)
 class WireTrace:
-    """Trace of a request as the worker needs it: the prefill span's context, and the decode span's id."""
+    """Trace of a request as the worker needs it: the prefill span's context, the decode span's id, and that of both spans' parent."""
 
     prefill: TraceParent
     decode_span_id: int
+    request_span_id: int
 
 
 def cancel_reason(wire: int) -> CancelReason:
@@ -163,7 +164,7 @@ def _to_open(entry: PlannedOpen, trace: WireTrace | None) -> worker_pb2.Open:
     )
     if trace is not None:
         message.trace.traceparent, message.trace.tracestate = str(trace.prefill), trace.prefill.state
-        message.decode_span_id = trace.decode_span_id
+        message.decode_span_id, message.request_span_id = trace.decode_span_id, trace.request_span_id
     return message
 
 

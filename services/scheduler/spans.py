@@ -28,7 +28,7 @@ class RequestTrace:
 
     def wire(self, *, started: bool) -> WireTrace:
         """What the worker is told. What a request that has `started` to give tokens computes again is part of its decode stage."""
-        return WireTrace(self.parent.child(self.decode_id if started else self.prefill_id), self.decode_id)
+        return WireTrace(self.parent.child(self.decode_id if started else self.prefill_id), self.decode_id, self.parent.span_id)
 
 
 def emit(tracer: Tracer, trace: RequestTrace, request: Request, clock: Clock) -> None:

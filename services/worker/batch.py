@@ -33,8 +33,9 @@ class Opening:
     computed_tokens: int
     block_ids: Ids
     sampling: SamplingParams
-    trace: TraceParent | None
-    decode_span_id: int
+    trace: TraceParent | None = None
+    decode_span_id: int = 0
+    request_span_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,7 @@ def _opening(message: worker_pb2.Open) -> Opening:
         sampling=params,
         trace=TraceParent.parse(message.trace.traceparent, message.trace.tracestate) if message.trace.traceparent else None,
         decode_span_id=message.decode_span_id,
+        request_span_id=message.request_span_id,
     )
 
 

@@ -184,7 +184,7 @@ class SlotTable:
             computed=opening.computed_tokens,
             blocks=blocks,
             num_blocks=opening.block_ids.size,
-            timeline=Timeline(opening.trace, opening.decode_span_id),
+            timeline=Timeline(opening.trace, opening.decode_span_id, opening.request_span_id),
         )
 
     def _add_row(self, staged: StagedStep, index: int, row: Row, slot: Slot) -> bool:

@@ -1,11 +1,13 @@
 """The worker's spans of a request, children of the scheduler's.
 
-`worker.prefill` is built when the first token is sampled, `worker.decode` when the sequence ends as far as the worker can tell (its last
-token ends it, its length is reached); what is missing then, when it leaves its slot.
+Both are built when the sequence ends as far as the worker can tell (its last token ends it, its length is reached), or else when it leaves
+its slot. Not before: who they are children of is known then only. A scheduler that was lost never exports its spans; what it had begun
+belongs to the request itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from libs.telemetry.tracing import SpanRecord, TraceParent, new_span_id
@@ -33,26 +35,34 @@ class Stage:
 
 @dataclass(slots=True)
 class Timeline:
-    """Where a slot's time went. `trace`: the scheduler's prefill span; None: not traced. `decode_span_id` 0: no decode span."""
+    """Where a slot's time went, and the spans above it: `trace` is the scheduler's prefill span (None: not traced).
+
+    `decode_span_id` 0: no decode span. `request_span_id` 0: unknown.
+    """
 
     trace: TraceParent | None
     decode_span_id: int
+    request_span_id: int
     prefill: Stage = field(default_factory=Stage)
     decode: Stage = field(default_factory=Stage)
-    prefill_emitted: bool = False
-    decode_emitted: bool = False
+    emitted: bool = False
+
+    def lose_scheduler(self) -> None:
+        """The scheduler is gone that had this sequence: its spans will never come, the request's own will."""
+        if self.trace is not None and self.request_span_id:
+            self.trace = self.trace.child(self.request_span_id)
+            self.decode_span_id = self.request_span_id
 
 
-def prefill_span(timeline: Timeline, request: str) -> SpanRecord | None:
-    """`worker.prefill`; None: not traced."""
-    return None if timeline.trace is None else _span("worker.prefill", timeline.trace, timeline.prefill, timeline.trace.span_id, request)
-
-
-def decode_span(timeline: Timeline, request: str) -> SpanRecord | None:
-    """`worker.decode`; None: not traced, or it never decoded."""
-    if timeline.trace is None or not timeline.decode.steps or not timeline.decode_span_id:
-        return None
-    return _span("worker.decode", timeline.trace, timeline.decode, timeline.decode_span_id, request)
+def spans_of(timeline: Timeline, request: str) -> Iterator[SpanRecord]:
+    """`worker.prefill` and `worker.decode`, of those stages that had steps; none where the request is not traced."""
+    trace = timeline.trace
+    if trace is None:
+        return
+    if timeline.prefill.steps:
+        yield _span("worker.prefill", trace, timeline.prefill, trace.span_id, request)
+    if timeline.decode.steps and timeline.decode_span_id:
+        yield _span("worker.decode", trace, timeline.decode, timeline.decode_span_id, request)
 
 
 def _span(name: str, trace: TraceParent, stage: Stage, parent_id: int, request: str) -> SpanRecord:

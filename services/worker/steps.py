@@ -17,7 +17,7 @@ from services.worker.batch import Batch
 from services.worker.engine import Engine, Executed
 from services.worker.metrics import WorkerMetrics
 from services.worker.slots import Slot, SlotTable, StagedRow, StagedStep
-from services.worker.spans import decode_span, prefill_span
+from services.worker.spans import spans_of
 from tokenloom.worker.v1 import worker_pb2
 
 _log = get_logger(__name__)
@@ -54,7 +54,9 @@ class Steps:
 
     def clear(self) -> None:
         """Forgets every sequence (a new attach); the cache needs no clearing, since only what is written again is read."""
-        self._left(self._slots.clear())
+        for slot in self._slots.clear():
+            slot.timeline.lose_scheduler()
+            self._emit(slot)
         self._previous_end_ns = 0
 
     def run(self, batch: Batch, arrived_ns: int, *, later: bool = False) -> Answered:
@@ -102,11 +104,10 @@ class Steps:
         for row, in_prefill in stages:
             stage = row.slot.timeline.prefill if in_prefill else row.slot.timeline.decode
             stage.add(began_unix, ended_unix, device_us, row.count)
-            if in_prefill and not row.slot.in_prefill:
-                self._emit_prefill(row.slot)
             if row.slot.ended or row.slot.full:
-                self._emit_decode(row.slot)
-        self._left(gone)
+                self._emit(row.slot)
+        for slot in gone:
+            self._emit(slot)
 
     def refuse(self, batch_number: int, outcome: worker_pb2.BatchOutcome.ValueType, error: TokenloomError) -> Answered:
         """The answer to a step that is not tried."""
@@ -123,27 +124,12 @@ class Steps:
         self._previous_end_ns = time.monotonic_ns()
         return self.refuse(batch.number, worker_pb2.BATCH_OUTCOME_FAILED, error)
 
-    def _left(self, gone: Sequence[Slot]) -> None:
-        """Spans of sequences that left their slots and that were not built before."""
-        for slot in gone:
-            self._emit_prefill(slot)
-            self._emit_decode(slot)
-
-    def _emit_prefill(self, slot: Slot) -> None:
-        timeline = slot.timeline
-        if timeline.prefill.steps and not timeline.prefill_emitted:
-            timeline.prefill_emitted = True
-            self._emit(prefill_span(timeline, slot.request))
-
-    def _emit_decode(self, slot: Slot) -> None:
-        timeline = slot.timeline
-        if timeline.decode.steps and not timeline.decode_emitted:
-            timeline.decode_emitted = True
-            self._emit(decode_span(timeline, slot.request))
-
-    def _emit(self, record: SpanRecord | None) -> None:
-        if record is not None:
-            self._spans(record)
+    def _emit(self, slot: Slot) -> None:
+        """The spans of a sequence that is over, once."""
+        if not slot.timeline.emitted:
+            slot.timeline.emitted = True
+            for record in spans_of(slot.timeline, slot.request):
+                self._spans(record)
 
 
 def _result(batch: Batch, staged: StagedStep, executed: Executed) -> worker_pb2.StepResult:

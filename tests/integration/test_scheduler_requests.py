@@ -232,6 +232,7 @@ async def test_a_traced_request_leaves_three_consecutive_spans_and_the_worker_kn
     assert prefill.context is not None
     assert decode.context is not None
     assert (told.span_id, opened.decode_span_id) == (prefill.context.span_id, decode.context.span_id)
+    assert opened.request_span_id == parent.span_id
     assert told.trace_id == parent.trace_id
 
 

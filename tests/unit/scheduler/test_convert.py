@@ -190,14 +190,14 @@ class TestBatch:
         assert list(wire.new_block_counts) == [1, 0, 1]
         assert unpack_ids(wire.new_block_ids) == [blocks[0][1], blocks[2][1]]
 
-    def test_a_traced_request_carries_both_span_ids(self):
+    def test_a_traced_request_carries_the_span_ids_that_the_workers_spans_may_be_children_of(self):
         state = make_state()
         group = add_group(state)
         submit(state, [1])
-        trace = WireTrace(TraceParent(1, 2, state="k=v"), 3)
+        trace = WireTrace(TraceParent(1, 2, state="k=v"), 3, 4)
         opened = convert.to_batch(planned(state, group), lambda _: trace).opens[0]
         assert (opened.trace.traceparent, opened.trace.tracestate) == (str(trace.prefill), "k=v")
-        assert opened.decode_span_id == 3
+        assert (opened.decode_span_id, opened.request_span_id) == (3, 4)
 
 
 class TestResult:

@@ -28,6 +28,7 @@ def message(**changes: object) -> worker_pb2.StepBatch:
                 sampling=common_pb2.SamplingParams(max_tokens=9, temperature=0.5, top_p=1, seed=2**64 - 1),
                 trace=common_pb2.TraceContext(traceparent=TRACEPARENT),
                 decode_span_id=77,
+                request_span_id=78,
             )
         ],
         "slots": [1, 0],
@@ -47,7 +48,7 @@ def test_a_batch_arrives_as_it_was_sent():
     assert (opening.prompt_ids.tolist(), opening.output_ids.tolist(), opening.block_ids.tolist()) == ([10, 11, 12], [13], [8])
     assert (opening.request, opening.computed_tokens, opening.sampling.seed) == ("g:1", 2, 2**64 - 1)
     assert str(opening.trace) == TRACEPARENT
-    assert opening.decode_span_id == 77
+    assert (opening.decode_span_id, opening.request_span_id) == (77, 78)
 
 
 def test_a_batch_without_rows_is_a_batch():

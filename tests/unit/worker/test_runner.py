@@ -91,7 +91,7 @@ class Bench:
         self.send(number, predecessor, slots, opens=[self.opening(slot, **sampling) for slot in slots])
         return self.result()
 
-    def opening(self, slot: int, trace: str = "", decode_span: int = 0, **sampling: Any) -> worker_pb2.Open:
+    def opening(self, slot: int, trace: str = "", decode_span: int = 0, request_span: int = 0, **sampling: Any) -> worker_pb2.Open:
         return worker_pb2.Open(
             slot=slot,
             request=f"r{slot}",
@@ -100,6 +100,7 @@ class Bench:
             sampling=common_pb2.SamplingParams(**({"max_tokens": 15} | sampling)),
             trace=common_pb2.TraceContext(traceparent=trace),
             decode_span_id=decode_span,
+            request_span_id=request_span,
         )
 
     def result(self) -> worker_pb2.StepResult:
@@ -353,15 +354,25 @@ def test_a_request_leaves_a_prefill_and_a_decode_span_with_their_device_time(ben
         bench.send(number, number - 1)
         bench.result()
     bench.result()
-    prefill = bench.spans.get(timeout=WAIT)
+    bench.send(4, 3, [], closes=[0])
+    prefill, span = (bench.spans.get(timeout=WAIT) for _ in range(2))
     assert (prefill.name, prefill.parent_id, prefill.context.trace_id) == ("worker.prefill", trace.span_id, trace.trace_id)
     assert prefill.attributes["tokenloom.device_time_us"] == 5
-    assert bench.spans.empty()
-    bench.send(4, 3, [], closes=[0])
-    span = bench.spans.get(timeout=WAIT)
     assert (span.name, span.parent_id) == ("worker.decode", decode)
     assert (span.attributes["tokenloom.steps"], span.attributes["tokenloom.tokens"]) == (2, 2)
     assert prefill.end_ns <= span.start_ns <= span.end_ns
+
+
+def test_what_a_lost_scheduler_had_begun_belongs_to_the_request_for_the_schedulers_spans_never_come(bench: Bench):
+    trace, request = TraceParent.new(), 815
+    bench.send(1, opens=[bench.opening(0, trace=str(trace), decode_span=5, request_span=request)])
+    bench.send(2, 1)
+    bench.result()
+    bench.result()
+    bench.attach(2)
+    spans = [bench.spans.get(timeout=WAIT) for _ in range(2)]
+    assert [(span.name, span.parent_id) for span in spans] == [("worker.prefill", request), ("worker.decode", request)]
+    assert {span.context.trace_id for span in spans} == {trace.trace_id}
 
 
 def test_the_decode_span_comes_once_even_if_the_slot_closes_long_after_the_end(bench: Bench):
