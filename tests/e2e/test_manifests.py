@@ -28,7 +28,7 @@ from tools.k8s_check.rendering import ROOT, Variant, render
 pytestmark = pytest.mark.e2e
 
 READY_SECONDS = 120.0
-POD = {"metadata.name": "{name}-0", "status.podIP": "127.0.0.1"}
+POD = {"metadata.name": "{name}-0", "metadata.namespace": "tokenloom", "status.podIP": "127.0.0.1"}
 SHARED_PORTS = {"TOKENLOOM_METRICS_PORT"}
 
 

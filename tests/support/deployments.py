@@ -15,7 +15,7 @@ from tools.k8s_check.rendering import ROOT
 
 SERVICES = ("gateway", "tokenizer", "scheduler", "worker")
 # What a pod learns of itself only when it runs.
-POD = {"metadata.name": "{name}-0", "status.podIP": "10.1.2.3"}
+POD = {"metadata.name": "{name}-0", "metadata.namespace": "tokenloom", "status.podIP": "10.1.2.3"}
 SECRETS = {("api-keys", "keys"): "key-1,key-2", ("redis", "url"): "rediss://:secret@redis.example.com:6380/0"}
 
 

@@ -116,6 +116,8 @@ def check_spread(cluster: Cluster) -> Iterator[Finding]:
         for constraint in constraints:
             if not matches(constraint.get("labelSelector") or {}, workload.pod_labels):
                 yield workload.wrong(f"topologySpreadConstraints: the selector for {constraint['topologyKey']} does not take its own pods")
+            if constraint["whenUnsatisfiable"] != "ScheduleAnyway":
+                yield workload.wrong(f"topologySpreadConstraints: {constraint['topologyKey']} leaves pods pending where there are too few")
 
 
 def check_images(cluster: Cluster) -> Iterator[Finding]:

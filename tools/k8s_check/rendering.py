@@ -56,7 +56,7 @@ def _components(overlay: str) -> set[str]:
 def render(variant: Variant) -> str:
     """The manifests as YAML. Raises RuntimeError with kustomize's own words."""
     if not variant.components:
-        return _kustomize(K8S / "overlays" / variant.overlay)
+        return kustomize(K8S / "overlays" / variant.overlay)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()
         description = {
@@ -68,10 +68,11 @@ def render(variant: Variant) -> str:
             "components": [os.path.relpath(K8S / "components" / name, folder) for name in variant.components],
         }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(description))
-        return _kustomize(folder)
+        return kustomize(folder)
 
 
-def _kustomize(folder: Path) -> str:
+def kustomize(folder: Path) -> str:
+    """A folder with a kustomization, as YAML. Raises RuntimeError with kustomize's own words."""
     command: Sequence[str] = [str(Path(sys.executable).with_name("kubectl")), "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode or done.stderr.strip():  # its warnings are about what will be an error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tools.k8s_check import pods, references, schemas
+from tools.k8s_check import admission, operation, pods, references, schemas
 from tools.k8s_check.manifests import Cluster, Finding
 from tools.k8s_check.network import check_network
 
@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     references.check_volumes,
     references.check_environment,
     schemas.check_monitors,
+    admission.check_admission,
     pods.check_identity,
     pods.check_restricted,
     pods.check_resources,
@@ -27,6 +28,11 @@ RULES: tuple[Rule, ...] = (
     pods.check_spread,
     pods.check_images,
     pods.check_scratch,
+    operation.check_budgets,
+    operation.check_liveness,
+    operation.check_claims,
+    operation.check_secrecy,
+    operation.check_rollout,
     check_network,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from tools.k8s_check import references
 from tools.k8s_check.manifests import Cluster
 from tools.k8s_check.quantities import parse
-from tools.k8s_check.rendering import ROOT, render, variants
+from tools.k8s_check.rendering import ROOT, kustomize, render, variants
 from tools.k8s_check.rules import check
 
 VARIANTS = list(variants())
@@ -93,3 +94,15 @@ def test_what_is_balanced_by_its_clients_is_headless(rendered):
 
 def test_workers_start_side_by_side(rendered):
     assert rendered("cpu").find("StatefulSet", "worker").spec["podManagementPolicy"] == "Parallel"
+
+
+def test_the_overlay_that_the_page_shows_renders_and_passes_every_rule(tmp_path):
+    (shown,) = re.findall(r"```yaml\n(apiVersion: kustomize.*?)```", (ROOT / "docs/kubernetes.md").read_text(), re.DOTALL)
+    base = os.path.relpath(ROOT / "k8s", tmp_path.resolve())
+    (tmp_path / "kustomization.yaml").write_text(
+        shown.replace("../../components", f"{base}/components").replace("../cpu", f"{base}/overlays/cpu")
+    )
+    cluster = Cluster.parse(kustomize(tmp_path.resolve()))
+    assert not check(cluster)
+    assert cluster.find("Service", "envoy").spec["type"] == "LoadBalancer"
+    assert {c.raw["image"] for c in cluster.workload("gateway").containers} == {"registry.example.com/tokenloom/gateway:0.1.0"}
