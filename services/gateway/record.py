@@ -7,7 +7,8 @@ The stages of a request with one choice touch each other and add up to its root 
 
 Below `tokenize` lies a client span for each attempt at a tokenizer (tokenizer_client.py), below that the tokenizer's own.
 
-Where a scheduler was lost on the way, `lost` lies before the first transport: all that came to nothing, until the last loss.
+Where a scheduler was lost on the way, `lost` lies before the first transport: all that came to nothing, and the wait until the request
+could be submitted again.
 queue, prefill and decode are emitted by the scheduler. The two transports lie between the two processes' clocks: where the
 scheduler's wall-clock instants do not fall into the gateway's, what its durations leave is split into halves.
 """
@@ -102,7 +103,10 @@ class RequestRecord:
             self._trace(tracer, hops, ended_ns, offset)
 
     def _submitted_ns(self, ticket: Ticket, offset: int) -> int:
-        return max(self.tokenized_ns, ticket.lost_ns[-1] + offset) if ticket.lost_ns else self.tokenized_ns
+        if not ticket.lost_ns:
+            return self.tokenized_ns
+        again = ticket.sent_ns if ticket.sent_ns >= ticket.lost_ns[-1] else ticket.ended_ns  # the latter: no scheduler came in time
+        return max(self.tokenized_ns, again + offset)
 
     def exemplar(self, tracer: Tracer) -> dict[str, str] | None:
         """What leads from this request's observations to its trace; None where that is not recorded."""

@@ -49,7 +49,7 @@ class Ticket:
 
     `submit` holds id, prompt, parameters and trace; attempt, output and remaining deadline are filled in when a frame is built.
     `output` is every token received so far and `taken` how many of them its reader has seen. Instants are monotonic nanoseconds;
-    `lost_ns` are those at which a scheduler was lost that had it.
+    `sent_ns` is when a scheduler was sent it last, `lost_ns` are those at which one was lost that had it.
     """
 
     submit: scheduler_pb2.Submit
@@ -59,6 +59,7 @@ class Ticket:
     state: TicketState = TicketState.WAITING
     attempt: int = 0
     accepted: bool = False
+    sent_ns: int = 0
     lost_ns: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     taken: int = 0
@@ -164,7 +165,7 @@ class TicketBook:
         return frame if frame.submits or frame.cancels else None
 
     def _stamped(self, ticket: Ticket, now: int) -> scheduler_pb2.Submit:
-        ticket.state = TicketState.SENT
+        ticket.state, ticket.sent_ns = TicketState.SENT, now
         submit = ticket.submit
         submit.attempt = ticket.attempt
         submit.output_ids = pack_ids(ticket.output)

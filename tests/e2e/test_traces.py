@@ -215,6 +215,26 @@ async def test_a_client_that_leaves_is_seen_in_its_trace(mesh: Mesh, receiver: O
     assert root.attributes["gen_ai.usage.output_tokens"] < 3500
 
 
+async def test_a_request_whose_scheduler_is_killed_stays_one_tree(mesh: Mesh, receiver: OtlpReceiver) -> None:
+    sent = Sent(mesh, stream=True, max_tokens=1500)
+    contents = 0
+    async with (
+        mesh.client() as client,
+        client.stream("POST", "/v1/chat/completions", json=sent.body, headers=sent.headers) as response,
+    ):
+        async for line in response.aiter_lines():
+            if "content" in line:
+                contents += 1
+                if contents == 5:
+                    mesh.service("scheduler").kill()
+    # What the first scheduler had begun is below the request itself: its own spans died with it.
+    lost, begun = "      lost (gateway internal)\n", "      worker.decode (worker internal)\n      worker.prefill (worker internal)\n"
+    prefill = "      prefill (scheduler internal)\n"
+    spans = receiver.await_tree(sent.trace_id, WHOLE.replace(prefill, lost + prefill) + begun)
+    root = one(spans, "POST /v1/chat/completions")
+    assert (root.attributes["tokenloom.attempts"], root.error) == (2, None)
+
+
 async def load(mesh: Mesh, seconds: float) -> int:
     """Requests from four clients at once, all of which must succeed; how many there were."""
 
