@@ -25,6 +25,8 @@ def _check_update(workload: Workload) -> Iterator[Finding]:
     restart = workload.pod.get("restartPolicy", "Always")
     if (restart == "Always") is (workload.kind == "Job"):
         yield workload.wrong(f"restartPolicy {restart} is not for a {workload.kind}")
+    if "podFailurePolicy" in workload.spec and restart != "Never":
+        yield workload.wrong("podFailurePolicy needs restartPolicy Never")
     strategy = workload.spec.get("strategy") or {}
     rolling = strategy.get("rollingUpdate") or {}
     if rolling and strategy.get("type") == "Recreate":

@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cli import main as command_line
+from cli import model as model_command
 from cli.flags import SERVICES as CONFIGS
 from libs.config import parse
 from libs.models.catalog import DEFAULT_MODEL
@@ -94,6 +95,18 @@ def test_a_pod_is_not_killed_before_it_could_drain(monkeypatch, rendered, name):
     drain = getattr(config, "drain_delay", 0.0) + getattr(config, "drain_timeout", LAST_STEP)
     needed = pre_stop_seconds(service(cluster, name)) + drain + MARGIN
     assert needed <= grace_seconds(cluster.workload(name)) <= needed + 30
+
+
+def test_gateways_keep_streams_for_longer_than_a_scheduler_may_take_to_end_and_start(monkeypatch, rendered):
+    """Recreate: the next one starts when the old one is gone, after its drain or by SIGKILL."""
+    cluster = rendered("cpu")
+    assert config_of(monkeypatch, cluster, "gateway").resume_timeout >= grace_seconds(cluster.workload("scheduler")) + MARGIN
+
+
+def test_an_import_is_given_up_by_the_exit_code_of_a_model_that_cannot_be_served(rendered, tmp_path):
+    (rule,) = [rule for rule in rendered("cpu").workload("model-import").spec["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
+    (tmp_path / "broken").mkdir()
+    assert rule["onExitCodes"]["values"] == [model_command.main("broken", to=tmp_path / "served", models=tmp_path)]
 
 
 def test_envoy_is_not_killed_before_it_could_drain_and_drains_as_long_as_the_gateways(monkeypatch, rendered):

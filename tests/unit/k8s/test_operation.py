@@ -41,6 +41,10 @@ BROKEN = {
         lambda c: pod(c, "Job", "model-import").update(restartPolicy="Always"),
         "restartPolicy Always is not for a Job",
     ),
+    "failures that nobody judges": (
+        lambda c: pod(c, "Job", "model-import").update(restartPolicy="OnFailure"),
+        "podFailurePolicy needs restartPolicy Never",
+    ),
     "a service that ends": (
         lambda c: pod(c, "Deployment", "gateway").update(restartPolicy="Never"),
         "restartPolicy Never is not for a Deployment",
