@@ -1,12 +1,14 @@
 """OpenTelemetry's own variables, read once at a service's start: https://opentelemetry.io/docs/specs/otel/configuration/.
 
 What the SDK reads by itself when an exporter is made (headers, certificates, insecure, resource attributes) stays with it. Here is what it
-would take wrongly, ignore, or only complain of: a value that cannot be honoured stops the start, and the message names the variable.
+would take wrongly, ignore, or only complain of: a value that cannot be honoured stops the start, and the message names the variable. Of
+headers it shows nothing, for they hold keys.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,9 @@ DEFAULT_ENDPOINT = "http://localhost:4317"
 _PREFIX = "OTEL_EXPORTER_OTLP_"
 _COMPRESSIONS = {"none": grpc.Compression.NoCompression, "gzip": grpc.Compression.Gzip}
 _FILES = ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
+_RESOURCE_ATTRIBUTES = "OTEL_RESOURCE_ATTRIBUTES"
+_ENDPOINT = re.compile(r"https?://[^\s/]+(/\S*)?|unix:\S+|(?!\S*://)\S+")
+_HEADER, _ATTRIBUTE = re.compile(r"\s*[A-Za-z0-9_.-]+\s*=.*"), re.compile(r"\s*[^\s=][^=]*=.*")
 _RATIOS: Mapping[str, Callable[[float], Sampler]] = {
     "traceidratio": TraceIdRatioBased,
     "parentbased_traceidratio": lambda ratio: ParentBased(TraceIdRatioBased(ratio)),
@@ -67,6 +72,8 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> ExportSettings:
     if batch_size > queue_size:
         raise _invalid("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", f"{batch_size} exceeds the queue of {queue_size} (OTEL_BSP_MAX_QUEUE_SIZE)")
     _check_files(environ)
+    _check_pairs(environ, _signal(environ, "HEADERS"), _HEADER)
+    _check_pairs(environ, _RESOURCE_ATTRIBUTES, _ATTRIBUTE)
     return ExportSettings(
         endpoint=endpoint,
         timeout_seconds=min(timeout_ms, _integer(environ, "OTEL_BSP_EXPORT_TIMEOUT", 30_000, lowest=100)) / 1000,
@@ -92,7 +99,10 @@ def _endpoint(environ: Mapping[str, str]) -> str | None:
         raise _invalid("OTEL_TRACES_EXPORTER", "none and otlp exclude each other")
     if "none" in wanted:
         return None
-    endpoint = environ.get(_signal(environ, "ENDPOINT")) or (DEFAULT_ENDPOINT if wanted else None)
+    name = _signal(environ, "ENDPOINT")
+    endpoint = environ.get(name) or (DEFAULT_ENDPOINT if wanted else None)
+    if endpoint and not _ENDPOINT.fullmatch(endpoint):
+        raise _invalid(name, f"{endpoint}: must be http://host:port, https://host:port, host:port or unix:/path")
     protocol = _signal(environ, "PROTOCOL")
     if endpoint and environ.get(protocol, "") not in ("", "grpc"):
         raise _unsupported(protocol, f"{environ[protocol]}: spans are exported over OTLP/gRPC only (grpc)")
@@ -113,6 +123,13 @@ def _check_files(environ: Mapping[str, str]) -> None:
         path = environ.get(name)
         if path and not Path(path).is_file():
             raise _invalid(name, f"there is no file {path}")
+
+
+def _check_pairs(environ: Mapping[str, str], name: str, pair: re.Pattern[str]) -> None:
+    items = [item for item in environ.get(name, "").split(",") if item.strip()]
+    for number, item in enumerate(items, 1):
+        if not pair.fullmatch(item):
+            raise _invalid(name, f"item {number} of {len(items)} is no name=value; items are separated by commas")
 
 
 def _sampler(environ: Mapping[str, str]) -> Sampler:

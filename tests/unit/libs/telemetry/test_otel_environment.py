@@ -66,6 +66,13 @@ def test_the_batch_processors_variables_are_taken():
 @pytest.mark.parametrize(
     ("variables", "name", "code"),
     [
+        ({ENDPOINT: "ftp://a:4317"}, ENDPOINT, ErrorCode.INVALID_REQUEST),
+        ({ENDPOINT: "http://a:4317", TRACES_ENDPOINT: "not an address"}, TRACES_ENDPOINT, ErrorCode.INVALID_REQUEST),
+        ({ENDPOINT: "http://"}, ENDPOINT, ErrorCode.INVALID_REQUEST),
+        ({"OTEL_EXPORTER_OTLP_HEADERS": "a=1,secret"}, "OTEL_EXPORTER_OTLP_HEADERS", ErrorCode.INVALID_REQUEST),
+        ({"OTEL_EXPORTER_OTLP_TRACES_HEADERS": "two words=1"}, "OTEL_EXPORTER_OTLP_TRACES_HEADERS", ErrorCode.INVALID_REQUEST),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "a=1,,b"}, "OTEL_RESOURCE_ATTRIBUTES", ErrorCode.INVALID_REQUEST),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "=1"}, "OTEL_RESOURCE_ATTRIBUTES", ErrorCode.INVALID_REQUEST),
         ({"OTEL_TRACES_EXPORTER": "console"}, "OTEL_TRACES_EXPORTER", ErrorCode.UNSUPPORTED),
         ({"OTEL_TRACES_EXPORTER": "otlp,jaeger"}, "OTEL_TRACES_EXPORTER", ErrorCode.UNSUPPORTED),
         ({"OTEL_TRACES_EXPORTER": "otlp,none"}, "OTEL_TRACES_EXPORTER", ErrorCode.INVALID_REQUEST),
@@ -90,6 +97,22 @@ def test_what_cannot_be_honoured_stops_the_start_by_its_name(variables, name, co
     with pytest.raises(TokenloomError, match=f"^{name}: ") as raised:
         read_environment(variables)
     assert (raised.value.param, raised.value.code) == (name, code)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://a:4317", "https://[::1]:4317/v1/traces", "collector:4317", "unix:/run/otel.sock", "dns:a:4317"]
+)
+def test_addresses_as_grpc_has_them_are_taken(endpoint):
+    assert read_environment({ENDPOINT: endpoint}).endpoint == endpoint
+
+
+def test_headers_and_attributes_may_hold_what_the_standard_lets_them_and_are_not_shown_when_they_do_not():
+    read_environment(
+        {"OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Basic%20eA==, x-tenant = a,", "OTEL_RESOURCE_ATTRIBUTES": "k8s.pod.name=a=b, c="}
+    )
+    with pytest.raises(TokenloomError) as raised:
+        read_environment({"OTEL_EXPORTER_OTLP_HEADERS": "hunter2"})
+    assert "hunter2" not in raised.value.message
 
 
 def test_samplers_are_the_standards():
