@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -70,6 +71,11 @@ def test_probes_ask_readiness_and_life_by_the_names_that_the_services_answer_to(
     assert "service" not in container.probes["readinessProbe"]["grpc"]  # empty: readiness
     assert container.probes["livenessProbe"]["grpc"]["service"] == LIVE
     assert {probe["grpc"]["port"] for probe in container.probes.values()} == {container.ports["grpc"]}
+
+
+def test_a_gateway_is_asked_whether_it_lives_and_whether_it_is_ready_where_its_image_asks(rendered):
+    paths = {kind: probe["httpGet"]["path"] for kind, probe in service(rendered("cpu"), "gateway").probes.items()}
+    assert paths == {"startupProbe": "/health", "readinessProbe": stage("gateway").healthcheck[-1], "livenessProbe": "/health"}
 
 
 def test_who_registers_gives_the_port_that_it_listens_on_at_its_pods_address(monkeypatch, rendered):
@@ -205,6 +211,13 @@ def test_the_import_writes_where_the_services_read_and_its_command_is_one_that_t
         for container in cluster.workload(name).containers:
             assert kubernetes_start(container, cluster).env["TOKENLOOM_MODEL"] == seen["to"]
             assert any(mount["mountPath"] == "/models" and mount["readOnly"] for mount in container.mounts)
+
+
+def test_compose_mounts_the_volume_that_the_import_fills_where_the_services_read(rendered):
+    services, there = compose_services(), str(Path(stage("worker").env["TOKENLOOM_MODEL"]).parent)
+    assert f"model:{there}" in services["model"]["volumes"]
+    assert all(f"model:{there}:ro" in services[name]["volumes"] for name in ("tokenizer", "worker"))
+    assert stage("models").cmd == service(rendered("cpu"), "model-import").command[1:]
 
 
 def test_clients_ask_for_the_packaged_model_by_its_own_name(monkeypatch, rendered):
