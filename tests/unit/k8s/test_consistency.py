@@ -92,6 +92,7 @@ def test_whoever_can_use_the_store_is_given_the_one_of_the_mesh(monkeypatch, ren
     using = [name for name in SERVICES if "store" in CONFIGS[name].model_fields]
     assert {config_of(monkeypatch, cluster, name).store for name in using} == {"redis://redis:6379/0"}
     assert {"scheduler", "worker"} <= set(using)
+    assert {compose_start(name).env.get("TOKENLOOM_STORE") for name in using} == {"redis://redis:6379/0"}
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -229,7 +230,9 @@ def test_limits_of_memory_leave_room_for_what_the_settings_allow(monkeypatch, re
         cluster = rendered(overlay)
         tokenizer = config_of(monkeypatch, cluster, "tokenizer")
         limit = quantities.parse(service(cluster, "tokenizer").resource("limits", "memory"))
-        assert limit > tokenizer.tokenizer_pool_size * tokenizer.tokenizer_memory_bytes
+        allowed = tokenizer.tokenizer_pool_size * tokenizer.tokenizer_memory_bytes
+        assert limit > allowed
+        assert int(compose_services()["tokenizer"]["mem_limit"].removesuffix("g")) << 30 > allowed
         redis = service(cluster, "redis")
         most = int(redis.command[redis.command.index("--maxmemory") + 1].removesuffix("mb")) << 20
         assert quantities.parse(redis.resource("limits", "memory")) >= 2 * most
@@ -274,6 +277,17 @@ def test_autoscalers_by_load_keep_the_cpu(rendered):
     for scaler in plain.of("HorizontalPodAutoscaler"):
         (cpu,) = scaler.spec["metrics"]
         assert cpu in loaded.find("HorizontalPodAutoscaler", scaler.name).spec["metrics"]
+
+
+def test_the_page_of_bounds_has_the_grace_of_every_pod(rendered):
+    (row,) = [line for line in (ROOT / "docs/bounds.md").read_text().splitlines() if line.startswith("| end of a pod")]
+    said = {
+        name.lower(): int(number)
+        for names, number in re.findall(r"([A-Za-z]+(?: and [A-Za-z]+)?) (\d+)", row)
+        for name in names.split(" and ")
+    }
+    graces = {workload.name: grace_seconds(workload) for workload in rendered("cpu").workloads if workload.kind != "Job"}
+    assert {name: said.get(name) for name in graces} == graces
 
 
 def test_the_page_names_every_overlay_and_component():
