@@ -182,7 +182,7 @@ async def test_a_gateway_that_is_stopped_finishes_its_streams_and_costs_no_reque
     async with deployed.envoy.client() as client:
         body = {**CHAT, "stream": True, "max_tokens": 100, "ignore_eos": True}
         begun = asyncio.Semaphore(0)
-        streams = [asyncio.create_task(read(client, body, begun)) for _ in range(2)]  # least-request: one on each
+        streams = [asyncio.create_task(read(client, body, begun)) for _ in range(2)]  # least-request: mostly one on each
         for _ in streams:
             await begun.acquire()
         victim.running.send_signal(signal.SIGTERM)

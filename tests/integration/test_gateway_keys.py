@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,12 @@ async def test_two_gateways_share_a_keys_limit(tmp_path: Path, server: RedisServ
     (tmp_path / "other").mkdir()
     async with guarded(tmp_path, server.url()) as (one, book, _), guarded(tmp_path / "other", server.url()) as (two, _, _):
         key = await book.create("alice", Limits(4, 0), 0)
+        started = time.monotonic()
         answers = await asyncio.gather(*(post(gateway, key) for _ in range(4) for gateway in (one, two)))
-        assert sorted(answer.status_code for answer in answers) == [200] * 4 + [429] * 4, [answer.text for answer in answers]
+        refilled = int((time.monotonic() - started) / 15)  # on a machine so busy that this takes long, one more fits every 15 s
+        statuses = [answer.status_code for answer in answers]
+        assert 4 <= statuses.count(200) <= 4 + refilled, [answer.text for answer in answers]
+        assert statuses.count(200) + statuses.count(429) == 8
 
 
 async def test_a_streams_headers_carry_the_limits_too(tmp_path: Path, url: str):
