@@ -186,6 +186,10 @@ class Generation:
         facts, table = self._facts(), self._mesh.tokenizers.table
         if table is None:
             raise TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, "no tokenizer has answered yet", retry_after_ms=1000)
+        if any(
+            encoded.tokenizer_fingerprint != (facts.fingerprints.tokenizer or encoded.tokenizer_fingerprint) for encoded in self._encoded
+        ):
+            raise TokenloomError(ErrorCode.UNAVAILABLE, "the model was exchanged while this request was encoded", retry_after_ms=1000)
         drawn = [_random.getrandbits(64) for _ in self._encoded]
         resolved = [
             self._wanted.sampling.resolve(facts, count_ids(encoded.token_ids), seed, prompt_param=prompt.param)

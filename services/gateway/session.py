@@ -179,7 +179,7 @@ class SchedulerSession:
 
     def _receive(self, frame: scheduler_pb2.SchedulerFrame) -> None:
         if frame.HasField("welcome") and frame.welcome.HasField("model"):
-            self.facts = frame.welcome.model
+            self._learn(frame.welcome.model)
         if frame.HasField("window"):
             window = frame.window
             was_ready = self.window.ready
@@ -187,6 +187,13 @@ class SchedulerSession:
             if self.window.ready and not was_ready:
                 self._to_write.set()
         self._book.receive(frame, self._clock.monotonic_ns())
+
+    def _learn(self, facts: scheduler_pb2.ModelFacts) -> None:
+        """Takes the served model's facts. What waits was encoded for the model before: to another its token ids are other text."""
+        known, self.facts = self.facts, facts
+        if known is not None and _identity(known) != _identity(facts):
+            _log.warning("another model is served from now on", model=facts.fingerprints.model[:12], failed_requests=self._book.waiting)
+            self._book.fail_waiting(self._clock.monotonic_ns(), "the model was exchanged while this request waited")
 
     def _down(self, reason: str) -> bool:
         was_up, self._session_id = self._session_id != 0, 0
@@ -201,6 +208,10 @@ class SchedulerSession:
             log = _log.warning if self.facts is not None or was_up else _log.info
             log("no session with the scheduler", scheduler=self._address, reason=reason, live_requests=len(self._book))
         return was_up
+
+
+def _identity(facts: scheduler_pb2.ModelFacts) -> tuple[str, str]:
+    return facts.fingerprints.model, facts.fingerprints.tokenizer
 
 
 async def _status_of(call: _Call) -> str:

@@ -270,6 +270,11 @@ class TicketBook:
             if now - ticket.waiting_since_ns >= self._resume_timeout_ns:
                 self._fail(ticket, now, "the connection to the scheduler was lost and did not return in time")
 
+    def fail_waiting(self, now: int, message: str) -> None:
+        """Fails every ticket that no session carries."""
+        for ticket in list(self._waiting.values()):
+            self._fail(ticket, now, message)
+
     def _fail(self, ticket: Ticket, now: int, message: str) -> None:
         error = TokenloomError(ErrorCode.SESSION_LOST, message, retry_after_ms=1000)
         self._end(ticket, ticket.owned_ending(FinishReason.FINISH_REASON_FAILED, error=error), now)

@@ -208,6 +208,30 @@ async def test_a_drain_ends_the_wait_for_the_scheduler(tmp_path):
         assert (response.status_code, response.json()["error"]["code"], response.headers["x-tokenloom-not-begun"]) == (503, "draining", "1")
 
 
+@pytest.mark.parametrize("changed", ["model", "tokenizer"])
+async def test_what_waits_while_the_model_is_exchanged_fails_and_is_not_given_to_the_new_model(gateway, changed):
+    task = asyncio.create_task(gateway.complete("a", max_tokens=100))
+    session, submit = await gateway.scheduler.submitted.get()
+    session.emit(submit.id, ids_of("one"))
+    setattr(gateway.scheduler.model.fingerprints, changed, "e" * 64)
+    session.close()
+    response = await task
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "session_lost")
+    assert "exchanged" in response.json()["error"]["message"]
+    assert gateway.scheduler.submitted.empty()
+
+
+async def test_what_was_encoded_for_the_model_before_is_not_submitted(gateway):
+    gateway.tokenizer.gate.clear()
+    asked = asyncio.create_task(gateway.complete("a"))
+    await until(lambda: bool(gateway.tokenizer.calls))
+    gateway.mesh.session.facts.fingerprints.tokenizer = "e" * 64
+    gateway.tokenizer.gate.set()
+    response = await asked
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+    assert gateway.scheduler.submitted.empty()
+
+
 async def test_what_a_leaving_scheduler_refuses_goes_to_the_one_after_it(gateway):
     task = asyncio.create_task(gateway.complete("a"))
     session, submit = await gateway.scheduler.submitted.get()
