@@ -109,6 +109,18 @@ def test_our_images_have_the_projects_version_and_a_target_each():
         assert service["build"]["args"]["VERSION"] == version
 
 
+def test_what_is_built_here_is_never_asked_of_a_registry():
+    ours = [service for service in services("--profile", "observability", "--profile", "cli").values() if "build" in service]
+    assert ours
+    assert {service.get("pull_policy") for service in ours} == {"never"}
+
+
+def test_nobody_is_administrator_of_grafana_and_it_fetches_nothing():
+    settings = services("--profile", "observability")["grafana"]["environment"]
+    assert (settings["GF_AUTH_ANONYMOUS_ORG_ROLE"], settings["GF_AUTH_BASIC_ENABLED"]) == ("Viewer", "false")
+    assert settings["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == settings["GF_PLUGINS_PREINSTALL_DISABLED"] == "true"
+
+
 def test_what_is_scaled_has_neither_a_name_nor_a_port_of_its_own():
     for name in MESH:
         assert "container_name" not in services()[name]

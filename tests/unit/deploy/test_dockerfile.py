@@ -37,6 +37,11 @@ def stages() -> dict[str, list[str]]:
     return found
 
 
+def sources(copy: str) -> list[str]:
+    """What a COPY line copies."""
+    return [word for word in copy.split()[1:-1] if not word.startswith("--")]
+
+
 def environment(stage: str) -> dict[str, str]:
     """A stage's own ENV."""
     words = [word for line in stages()[stage] if line.startswith("ENV ") for word in shlex.split(line)[1:]]
@@ -109,14 +114,21 @@ def test_what_it_copies_is_in_the_repository_and_let_through_to_the_builder():
     for lines in stages().values():
         for line in lines:
             if line.startswith("COPY ") and "--from=" not in line:
-                for source in line.split()[1:-1]:
+                for source in sources(line):
                     assert (ROOT / source).exists(), source
                     assert any(source == one or source.startswith(f"{one}/") for one in allowed), source
 
 
+def test_files_copied_straight_into_an_image_are_readable_whatever_the_umask_of_the_checkout():
+    final = ("service", *PORTS, "models")
+    copies = [line for stage in final for line in stages()[stage] if line.startswith("COPY ") and "--from=" not in line]
+    assert copies
+    assert all("--chmod=0644" in line for line in copies)
+
+
 def test_what_goes_to_the_builder_is_used():
     allowed = [line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    copied = {source for lines in stages().values() for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]}
+    copied = {source for lines in stages().values() for line in lines if line.startswith("COPY ") for source in sources(line)}
     assert all((ROOT / one).exists() for one in allowed)
     assert set(allowed) <= copied
 
