@@ -98,10 +98,18 @@ class Generation:
         estimates = [min(prompt.estimate + expected, facts.max_model_len) for prompt in self._wanted.prompts for _ in range(self._wanted.n)]
         self._leases = self._mesh.admission.admit(self._mesh.session.window, estimates)
         if self._visit is not None:
-            await self._unless_interrupted(self._visit.admit(sum(estimates)))
+            await self._unless_interrupted(self._visit.admit(self._chargeable(estimates)))
         self._record.parsed_ns = self._mesh.clock.unix_ns()
         self._encoded = await self._unless_interrupted(self._encode_all(facts.max_model_len))
         self._record.tokenized_ns = self._mesh.clock.unix_ns()
+
+    def _chargeable(self, estimates: list[int]) -> int:
+        """Tokens that a key's limit is charged before they are known. A client that names no max_tokens is not charged the whole context
+        that it might fill, or small limits would let one such request run at a time: what it does fill is charged at its end.
+        """
+        if self._wanted.sampling.max_tokens is not None:
+            return sum(estimates)
+        return sum(prompt.estimate for prompt in self._wanted.prompts)
 
     def _facts(self) -> scheduler_pb2.ModelFacts:
         facts = self._mesh.session.facts

@@ -17,7 +17,7 @@ from libs.store import redis as redis_module
 from services.gateway import keys as keys_module
 from services.gateway.config import GatewayConfig
 from tests.support.gateway_core import running_stack
-from tests.support.gateway_fakes import FakeScheduler, say, silence
+from tests.support.gateway_fakes import EOS, FakeScheduler, ids_of, say, silence
 from tests.support.gateway_process import Gateway, running_gateway, until
 from tests.support.redis_server import RedisServer
 
@@ -115,6 +115,21 @@ async def test_tokens_are_charged_by_estimate_and_settled_to_what_was_used(tmp_p
         await gateway.mesh.quotas.close()
         models = await gateway.client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
         assert int(models.headers["x-ratelimit-remaining-tokens"]) >= 100_000 - used
+
+
+async def test_without_max_tokens_the_prompt_is_charged_first_and_the_output_at_the_end(tmp_path: Path, url: str):
+    async with guarded(tmp_path, url, scheduler=FakeScheduler(silence)) as (gateway, book, _):
+        key = await book.create("alice", Limits(0, 1000), 0)
+        asked = [asyncio.create_task(post(gateway, key)) for _ in range(3)]
+        for _ in asked:
+            session, submit = await gateway.scheduler.submitted.get()
+            session.emit(submit.id, [*ids_of("x" * 200), EOS])
+            session.emit(submit.id, [], ending=session.ending(submit.id))
+        assert [(await task).status_code for task in asked] == [200, 200, 200], "their context is 512 tokens, and they used less"
+        await gateway.until_idle()
+        await gateway.mesh.quotas.close()
+        models = await gateway.client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        assert int(models.headers["x-ratelimit-remaining-tokens"]) < 900
 
 
 async def test_a_refused_request_leaves_no_place_in_the_window_taken(tmp_path: Path, url: str):
