@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +18,8 @@ _MAX_EVENTS = 12
 # Columns: the longest name shown, the shortest bar, and what service, at, took, share and all padding need ("scheduler", "359.31 ms").
 _MAX_NAME, _MIN_BAR, _FIXED = 44, 8, 9 + 9 + 9 + 6 + 6 * 2
 _COLOURS = {"gateway": "blue", "tokenizer": "cyan", "scheduler": "yellow", "worker": "green"}
+# The narrowest bar's column in which details are read with ease.
+_DETAILS = 36
 _EIGHTHS = "▏▎▍▌▋▊▉█"
 # Attributes of a span that say why it took so long, by its last name; shown below its bar where they say something.
 _TELLING: Mapping[str, Sequence[str]] = {
@@ -38,16 +41,44 @@ def render(spans: Sequence[StoredSpan], width: int) -> RenderableType:
     longest = max(2 * row.depth + _longest(row.span, titles) for row in rows if isinstance(row, SpanNode))
     name = min(longest, _MAX_NAME, width - _FIXED - _MIN_BAR)
     bar = max(width - _FIXED - name, _MIN_BAR)
-    table = Table(box=None, padding=(0, 1), expand=False)
-    for title, justify in (("span", "left"), ("service", "left"), ("at", "right"), ("took", "right"), ("share", "right")):
-        table.add_column(title, justify=justify, no_wrap=True, max_width=max(name, 4) if title == "span" else None)  # type: ignore[arg-type]
-    table.add_column("", max_width=bar, overflow="fold")  # of an event's details nothing is left out
+    sheet = _Sheet(name=max(name, 4), bar=bar)
     for row in rows:
         if isinstance(row, SpanNode):
-            _add_span(table, row, titles[row.span.span_id], start_ns, whole, bar)
+            _add_span(sheet, row, titles[row.span.span_id], start_ns, whole)
         else:
-            _add_gap(table, row, start_ns, whole)
-    return Group(_heading(spans, whole), table)
+            _add_gap(sheet, row, start_ns, whole)
+    return Group(_heading(spans, whole), *sheet.parts)
+
+
+class _Sheet:
+    """The rows, in one table; in a narrow terminal in several, between which details have the whole width to themselves."""
+
+    def __init__(self, *, name: int, bar: int) -> None:
+        self._name, self.bar = name, bar
+        self.parts: list[RenderableType] = [self._table(header=True)]
+
+    def _table(self, *, header: bool) -> Table:
+        table = Table(box=None, padding=(0, 1), expand=False, show_header=header)
+        for title, justify, width in (("span", "left", self._name), ("service", "left", 9), ("at", "right", 9), ("took", "right", 9)):
+            table.add_column(title, justify=justify, no_wrap=True, width=width)  # type: ignore[arg-type]
+        table.add_column("share", justify="right", no_wrap=True, width=6)
+        table.add_column("", width=self.bar, overflow="fold")  # of an event's details nothing is left out
+        return table
+
+    def add(self, *cells: Text | str) -> None:
+        """A row of span, service, at, took, share, and what stands in the bar's column."""
+        if not isinstance(self.parts[-1], Table):
+            self.parts.append(self._table(header=False))
+        assert isinstance(self.parts[-1], Table), "the line above"
+        self.parts[-1].add_row(*cells)
+
+    def add_details(self, details: str, indent: int, cells: Sequence[str] = ("", "", "", "", "")) -> None:
+        """Details beside `cells` in the bar's column, or below them where that is narrow."""
+        beside = self.bar >= _DETAILS
+        if beside or any(cells):
+            self.add(*(Text(cell, style="dim") for cell in (*cells, details if beside else "")))
+        if not beside and details:
+            self.parts.append(Padding(Text(details, style="dim"), (0, 1, 0, indent + 1)))
 
 
 def _heading(spans: Sequence[StoredSpan], whole: int) -> Text:
@@ -80,28 +111,27 @@ def _longest(span: StoredSpan, titles: dict[str, str]) -> int:
     return max(len(titles[span.span_id]), *(len(f"  · {event.name}") for event in span.events), 0)
 
 
-def _add_span(table: Table, node: SpanNode, title: str, start_ns: int, whole: int, bar: int) -> None:
+def _add_span(sheet: _Sheet, node: SpanNode, title: str, start_ns: int, whole: int) -> None:
     span, indent, service = node.span, "  " * node.depth, node.span.service.removeprefix("tokenloom-")
     colour = _COLOURS.get(service, "white")
     took = span.end_ns - span.start_ns
-    table.add_row(
+    sheet.add(
         Text(indent + title, style="bold red" if span.error is not None else ""),
         Text(service, style=colour),
         duration(span.start_ns - start_ns),
         duration(took),
         f"{took / whole:.1%}",
-        Text(_bar((span.start_ns - start_ns) / whole, took / whole, bar), style=colour),
+        Text(_bar((span.start_ns - start_ns) / whole, took / whole, sheet.bar), style=colour),
     )
     if details := _details(span):
-        table.add_row(*(Text(cell, style="dim") for cell in ("", "", "", "", "", details)))
+        sheet.add_details(details, len(indent) + 2)
     if span.error is not None:
-        table.add_row(Text(f"{indent}  error: {span.error}", style="red"))
+        sheet.parts.append(Padding(Text(f"error: {span.error}", style="red"), (0, 1, 0, len(indent) + 3)))
     for event in span.events[:_MAX_EVENTS]:
         details = " ".join(f"{key.removeprefix('tokenloom.')}={value}" for key, value in event.attributes.items())
-        cells = (f"{indent}  · {event.name}", "", duration(event.unix_ns - start_ns), "", "", details)
-        table.add_row(*(Text(cell, style="dim") for cell in cells))
+        sheet.add_details(details, len(indent) + 4, (f"{indent}  · {event.name}", "", duration(event.unix_ns - start_ns), "", ""))
     if len(span.events) > _MAX_EVENTS:
-        table.add_row(Text(f"{indent}  · {len(span.events) - _MAX_EVENTS} more events (--json)", style="dim"))
+        sheet.add(Text(f"{indent}  · {len(span.events) - _MAX_EVENTS} more events (--json)", style="dim"))
 
 
 def _details(span: StoredSpan) -> str:
@@ -112,11 +142,11 @@ def _details(span: StoredSpan) -> str:
     return " ".join([*(f"{name}={value}" for name, value in found.items() if value not in _EMPTY), *([status] if status != "OK" else [])])
 
 
-def _add_gap(table: Table, gap: Gap, start_ns: int, whole: int) -> None:
+def _add_gap(sheet: _Sheet, gap: Gap, start_ns: int, whole: int) -> None:
     took = gap.end_ns - gap.start_ns
     if took >= _GAP_NS or took >= _GAP_SHARE * whole:
         cells = (f"{'  ' * gap.depth}(gap)", "", duration(gap.start_ns - start_ns), duration(took), f"{took / whole:.1%}", "")
-        table.add_row(*(Text(cell, style="dim italic") for cell in cells))
+        sheet.add(*(Text(cell, style="dim italic") for cell in cells))
 
 
 def _bar(offset: float, share: float, width: int) -> str:

@@ -111,13 +111,13 @@ def test_a_trace_is_found_by_the_internal_id_of_any_choice(store):
     assert json.loads(run("a1:8", "--json").stdout)["request_ids"] == ["a1:7", "a1:8", "cmpl-1"]
 
 
-def test_in_a_narrow_terminal_reasons_are_folded_and_not_cut_off():
-    console = Console(width=70, record=True, file=io.StringIO())
-    waiting = StoredEvent("waiting", BASE, {"tokenloom.reason": "parent_prompt_is_being_computed"})
-    console.print(render([span(1, 0, "queue", "scheduler", 0, 100, events=(waiting,))], 70))
-    event, *folded = console.export_text().splitlines()[3:]
+def test_in_a_narrow_terminal_details_stand_below_over_the_whole_width():
+    console = Console(width=80, record=True, file=io.StringIO())
+    waiting = StoredEvent("waiting", BASE, {"tokenloom.reason": "parent_prompt_is_being_computed", "tokenloom.wait_us": 123456})
+    console.print(render([span(1, 0, "queue", "scheduler", 0, 100, events=(waiting,))], 80))
+    event, details = console.export_text().splitlines()[3:]
     assert event.split()[:2] == ["·", "waiting"]
-    assert "".join([event.split()[-1], *(line.strip() for line in folded)]) == "reason=parent_prompt_is_being_computed"
+    assert details.split() == ["reason=parent_prompt_is_being_computed", "wait_us=123456"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
