@@ -89,7 +89,8 @@ class Generation:
         Raises TokenloomError: that it cannot, what this mesh does not serve, over the window, what the tokenizer refuses, a context that is
         too small, an interruption.
         """
-        await self._unless_interrupted(self._mesh.waiting_room.enter())
+        if (obstacle := self._mesh.obstacle()) is not None:
+            await self._unless_interrupted(self._mesh.waiting_room.enter(obstacle))
         facts = self._facts()
         self._refuse_unserved(facts)
         self._refuse_unsafe_stops()
@@ -194,9 +195,8 @@ class Generation:
         facts, table = self._facts(), self._mesh.tokenizers.table
         if table is None:
             raise TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, "no tokenizer has answered yet", retry_after_ms=1000)
-        if any(
-            encoded.tokenizer_fingerprint != (facts.fingerprints.tokenizer or encoded.tokenizer_fingerprint) for encoded in self._encoded
-        ):
+        wanted = facts.fingerprints.tokenizer
+        if wanted and any(encoded.tokenizer_fingerprint != wanted for encoded in self._encoded):
             raise TokenloomError(ErrorCode.UNAVAILABLE, "the model was exchanged while this request was encoded", retry_after_ms=1000)
         drawn = [_random.getrandbits(64) for _ in self._encoded]
         resolved = [

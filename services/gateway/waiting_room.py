@@ -21,23 +21,20 @@ class WaitingRoom:
         self._watch: asyncio.Task[None] | None = None
         self.waiting = 0
 
-    async def enter(self) -> None:
-        """Returns as soon as the mesh can take a request.
+    async def enter(self, problem: TokenloomError) -> None:
+        """Returns as soon as the mesh can take a request; `problem` is the obstacle that stood in the way when it came.
 
         Raises the obstacle (a 503) when that takes longer than the patience, when the room is full, and at once when this gateway drains.
         """
-        problem = self._obstacle()
-        if problem is None:
-            return
         if _is_final(problem) or self.waiting >= MAX_WAITING:
             raise problem
         self.waiting += 1
         try:
-            problem = await self._wait()
+            left = await self._wait()
         finally:
             self.waiting -= 1
-        if problem is not None:
-            raise problem
+        if left is not None:
+            raise left
 
     async def _wait(self) -> TokenloomError | None:
         """What still stands in the way after the patience."""
