@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import IO, Any
 import psutil
 
 from tools.metrics_doc import parse
+from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 READY_SECONDS, CHAT_SECONDS, TRACE_SECONDS, STOP_SECONDS = 120.0, 90.0, 15.0, 45.0
@@ -37,13 +37,6 @@ def check(condition: bool, message: str) -> None:
     """Raises SmokeError(message) unless `condition`."""
     if not condition:
         raise SmokeError(message)
-
-
-def free_port() -> int:
-    """A TCP port on loopback that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -22,7 +22,8 @@ from libs.telemetry.trace_store import StoredSpan
 from libs.telemetry.trace_store_otlp import serve_traces
 from tests.support.envoy import Envoy, running_envoy
 from tests.support.fleet import Collected, Fleet
-from tests.support.mesh import free_port, sse
+from tests.support.mesh import sse
+from tools.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "model": "default", "temperature": 0}

@@ -20,10 +20,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from libs.rpc import LIVE, connect
 from tests.support.deployments import SERVICES, Start, compose_start, kubernetes_start, stage
-from tests.support.mesh import free_port
 from tests.support.redis_server import RedisServer
 from tools.k8s_check.manifests import Cluster, Container
 from tools.k8s_check.rendering import ROOT, Variant, render
+from tools.ports import free_port
 
 pytestmark = pytest.mark.e2e
 

@@ -22,8 +22,9 @@ import pytest_asyncio
 import yaml
 
 from tests.support.envoy import Envoy, running_envoy
-from tests.support.mesh import Mesh, free_port, sse
+from tests.support.mesh import Mesh, sse
 from tests.support.prometheus import FOLDER, Prometheus, running_prometheus
+from tools.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 DASHBOARD = json.loads((FOLDER.parent / "grafana" / "dashboards" / "tokenloom.json").read_text())

@@ -21,8 +21,8 @@ from tests.support.fleet import Collected
 from tests.support.gateway_fakes import EOS, ids_of, say, silence
 from tests.support.gateway_process import Gateway, until
 from tests.support.h2c import post
-from tests.support.mesh import free_port
 from tests.support.raw_http import RawClient
+from tools.ports import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

@@ -12,7 +12,8 @@ import pytest
 from libs.store import Charge, Entry, Store, StoreError, open_store
 from libs.store import redis as redis_module
 from libs.store.base import OPERATIONS
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer
+from tools.ports import free_port
 
 # What a call may take at most, with room for a machine that is busy.
 BOUND = redis_module.CALL_TIMEOUT + 15

@@ -19,7 +19,8 @@ import httpx
 import yaml
 
 from tests.support.binaries import need
-from tests.support.mesh import free_port, scrape
+from tests.support.mesh import scrape
+from tools.ports import free_port
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "envoy"
 CONFIG = FOLDER / "envoy.yaml"

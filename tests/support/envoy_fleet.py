@@ -12,8 +12,8 @@ from typing import Any
 from tests.support.envoy import LISTENERS, Envoy, load, running_envoy
 from tests.support.gateway_fakes import FakeScheduler, FakeSession, FakeTokenizer, say
 from tests.support.gateway_process import Gateway, running_gateway
-from tests.support.mesh import free_port
 from tokenloom.scheduler.v1 import scheduler_pb2
+from tools.ports import free_port
 
 
 @dataclass

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from libs.telemetry.trace_store import StoredSpan
 from tests.support.envoy import LISTENERS
-from tests.support.mesh import free_port, scrape
+from tests.support.mesh import scrape
+from tools.ports import free_port
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,19 +22,13 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from libs.blocks import BLOCK_SIZE
+from tools.ports import free_port
 
 READY_SECONDS = 120.0
 # For tests that kill services: how long requests outlive them must not depend on how fast a busy machine starts them again.
 PATIENT = ("--resume-timeout=120", "--worker-grace=120")
 # A KV block of the default model, SmolLM2-135M: 30 layers of 3 key and 3 value heads, 64 wide, in float32.
 BLOCK_BYTES = BLOCK_SIZE * 30 * 2 * 3 * 64 * 4
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

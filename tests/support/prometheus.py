@@ -15,7 +15,7 @@ import httpx
 import yaml
 
 from tests.support.binaries import need
-from tests.support.mesh import free_port
+from tools.ports import free_port
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
 CONFIG = FOLDER / "prometheus.yml"

@@ -11,13 +11,7 @@ import time
 from pathlib import Path
 
 from tests.support.binaries import need
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tools.ports import free_port
 
 
 class RedisServer:

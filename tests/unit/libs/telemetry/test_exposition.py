@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from libs.telemetry.metrics import exposition, new_registry, serve_metrics, trace_exemplar
-from tests.support.mesh import free_port
+from tools.ports import free_port
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5"
 TRACE = 0x0AF7651916CD43DD8448EB211C80319C
