@@ -45,10 +45,12 @@ class ErrorCode(enum.Enum):
     NOT_FOUND = ErrorSpec(109, _S.NOT_FOUND, 404, "not_found")
     METHOD_NOT_ALLOWED = ErrorSpec(110, _S.UNIMPLEMENTED, 405, "method_not_allowed")
     UNSUPPORTED_MEDIA_TYPE = ErrorSpec(111, _S.INVALID_ARGUMENT, 415, "unsupported_media_type")
+    INVALID_CONSTRAINT = ErrorSpec(112, _S.INVALID_ARGUMENT, 400, "invalid_constraint")
 
     OVER_WINDOW = ErrorSpec(200, _S.RESOURCE_EXHAUSTED, 429, "over_window", retryable=True)
     QUEUE_FULL = ErrorSpec(201, _S.RESOURCE_EXHAUSTED, 429, "queue_full", retryable=True)
     TOKENIZER_BUSY = ErrorSpec(202, _S.RESOURCE_EXHAUSTED, 429, "tokenizer_busy", retryable=True)
+    CONSTRAINT_BUSY = ErrorSpec(204, _S.RESOURCE_EXHAUSTED, 429, "constraint_busy", retryable=True)
     RATE_LIMITED = ErrorSpec(203, _S.RESOURCE_EXHAUSTED, 429, "rate_limit_exceeded", retryable=True)
 
     UNAVAILABLE = ErrorSpec(300, _S.UNAVAILABLE, 503, "unavailable", retryable=True, migratable=True)

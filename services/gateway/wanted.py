@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
 from libs.sampling import SamplingParams
 from tokenloom.scheduler.v1 import scheduler_pb2
@@ -96,10 +98,43 @@ class ClientSampling:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Tools that a chat may or must call. `format`: the parser of the model's own way to write calls; `mode` "required" and "named": the
+    output is JSON under a constraint (a list of calls; one call's arguments) and is parsed as that. `names` are those of the tools.
+    """
+
+    mode: Literal["auto", "required", "named"]
+    format: str
+    names: tuple[str, ...]
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How the response shows what was generated.
+
+    `logprobs` and `prompt_logprobs`: alternatives to list beside each token, None for none at all. `echo`: a completion's text begins with
+    its prompt; `echo_only`: and ends with it (max_tokens was 0; one token is generated and dropped). `tokens_as_ids`: log-probabilities
+    name tokens "token_id:17". `tools` and `reasoning` (the name of a reasoning parser): what a chat's text is parsed for.
+    """
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    echo_only: bool = False
+    tokens_as_ids: bool = False
+    return_token_ids: bool = False
+    keep_special_tokens: bool = False
+    tools: ToolUse | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """A request that has passed every check that needs no tokens and no mesh. `timeout` is in seconds; None: no limit.
 
-    Every prompt gets `n` choices: choice c of prompt p has the index p * n + c. Lower `priority` runs first.
+    Every prompt gets `n` choices: choice c of prompt p has the index p * n + c. Lower `priority` runs first. `constraint`: what every
+    choice keeps to.
     """
 
     model: str
@@ -111,7 +146,8 @@ class Wanted:
     include_usage: bool = False
     continuous_usage: bool = False
     timeout: float | None = None
-    return_token_ids: bool = False
+    constraint: Constraint | None = None
+    shown: Shown = Shown()
 
 
 def _first(*values: float | None) -> float:

@@ -84,6 +84,7 @@ async def test_every_sampling_parameter_reaches_the_scheduler(gateway):
         stop=["END", "é"],
         stop_token_ids=[3, 4],
         ignore_eos=True,
+        repetition_penalty=1,
     )
 
 

@@ -12,7 +12,7 @@ import msgspec
 from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.logs import get_logger
 from services.gateway.api.fields import NO_EFFECT, REFUSED, REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, Neutral
-from services.gateway.api.types import ChatRequest, CompletionRequest, GenerationRequest
+from services.gateway.api.requests import ChatRequest, CompletionRequest, GenerationRequest
 
 # At most so many unknown names, of so many characters, go into a log line: a client chooses them.
 _MAX_NAMES, _MAX_NAME = 20, 64

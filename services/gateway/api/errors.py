@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from libs.errors import ErrorCode, TokenloomError
-from services.gateway.api.types import ErrorBody, ErrorDetail
+from services.gateway.api.responses import ErrorBody, ErrorDetail
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
 

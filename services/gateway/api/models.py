@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from libs.errors import ErrorCode, TokenloomError
-from services.gateway.api.types import ModelCard, ModelList
+from services.gateway.api.responses import ModelCard, ModelList
 from services.gateway.config import GatewayConfig
 from services.gateway.mesh import Mesh
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.gateway.api.types import ErrorBody
+from services.gateway.api.responses import ErrorBody
 from services.gateway.connection import Connection, Headers
 
 DONE = b"data: [DONE]\n\n"

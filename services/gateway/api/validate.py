@@ -10,8 +10,8 @@ import msgspec
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import pack_ids
-from services.gateway.api.types import ChatRequest, CompletionRequest, ContentPart, GenerationRequest, Message
-from services.gateway.wanted import ClientSampling, Prompt, Wanted
+from services.gateway.api.requests import ChatRequest, CompletionRequest, ContentPart, GenerationRequest, Message
+from services.gateway.wanted import ClientSampling, Prompt, Shown, Wanted
 from tokenloom.tokenizer.v1 import tokenizer_pb2
 
 MAX_TEMPERATURE = 100.0
@@ -93,7 +93,7 @@ def _want(request: GenerationRequest, model: str, prompts: tuple[Prompt, ...], s
         include_usage=options is not None and options.include_usage is True,
         continuous_usage=options is not None and options.include_usage is True and options.continuous_usage_stats is True,
         timeout=request.timeout,
-        return_token_ids=request.return_token_ids is True,
+        shown=Shown(return_token_ids=request.return_token_ids is True),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from msgspec import UNSET, Struct, UnsetType
 
 from libs.packing import unpack_ids
-from services.gateway.api.types import (
+from services.gateway.api.responses import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -72,13 +72,13 @@ class _Base:
         return usage_of(choices) if self._wanted.continuous_usage else None
 
     def _token_ids(self, change: Change) -> list[int] | UnsetType:
-        return change.token_ids if self._wanted.return_token_ids else UNSET
+        return change.token_ids if self._wanted.shown.return_token_ids else UNSET
 
     def _shows(self, change: Change) -> bool:
-        return bool(change.text or change.ending is not None or (self._wanted.return_token_ids and change.token_ids))
+        return bool(change.text or change.ending is not None or (self._wanted.shown.return_token_ids and change.token_ids))
 
     def _prompt_ids(self, choice: Choice) -> list[int] | UnsetType:
-        return unpack_ids(choice.prompt_ids) if self._wanted.return_token_ids else UNSET
+        return unpack_ids(choice.prompt_ids) if self._wanted.shown.return_token_ids else UNSET
 
 
 class ChatWriter(_Base):
@@ -116,7 +116,7 @@ class ChatWriter(_Base):
                 ChatMessage(content=item.text),
                 _finish_of(item.last),
                 _stop_of(item.last),
-                token_ids=item.token_ids if self._wanted.return_token_ids else UNSET,
+                token_ids=item.token_ids if self._wanted.shown.return_token_ids else UNSET,
             )
             for item in finished
         ]
@@ -162,7 +162,7 @@ class CompletionWriter(_Base):
                 item.text,
                 finish_reason=_finish_of(item.last),
                 stop_reason=_stop_of(item.last),
-                token_ids=item.token_ids if self._wanted.return_token_ids else UNSET,
+                token_ids=item.token_ids if self._wanted.shown.return_token_ids else UNSET,
                 prompt_token_ids=self._prompt_ids(item.choice),
             )
             for item in finished

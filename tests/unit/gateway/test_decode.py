@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from libs.errors import TokenloomError
 from services.gateway.api.decode import decode_chat, decode_completion
 from services.gateway.api.fields import NO_EFFECT, REFUSED
-from services.gateway.api.types import ChatRequest, CompletionRequest
+from services.gateway.api.requests import ChatRequest, CompletionRequest
 from services.gateway.api.validate import want_chat, want_completion
 from services.gateway.wanted import Wanted
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from libs.blocks import root_hash
 from libs.errors import ErrorCode, TokenloomError
-from services.gateway.api.types import ChatRequest, CompletionRequest, Message
+from services.gateway.api.requests import ChatRequest, CompletionRequest, Message
 from services.gateway.api.validate import MAX_CACHE_SALT_BYTES, want_chat, want_completion
 from services.gateway.wanted import Wanted
 
