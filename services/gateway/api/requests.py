@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -47,14 +47,31 @@ class ContentPart(Struct):
     refusal: str | None = None
 
 
+class FunctionCall(Struct):
+    """A call that the assistant made. `arguments`: a JSON object, as text in OpenAI's shape."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Struct, kw_only=True):
+    """One entry of a message's tool_calls."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
 class Message(Struct):
-    """One message of a chat."""
+    """One message of a chat. `reasoning_content` and vLLM's newer `reasoning`: an earlier answer's, for templates that show it."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
