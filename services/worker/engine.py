@@ -30,13 +30,14 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """What a step computed: the token drawn by a row's index in the batch, the rows that have none, and microseconds."""
+    """What a step computed: the token drawn by a row's index in the batch, the rows that have none and why, and microseconds."""
 
     tokens: dict[int, int]
     non_finite: frozenset[int]
     prepare_us: int
     forward_us: int
     sample_us: int
+    dead_ends: frozenset[int] = frozenset()
 
 
 class Engine:
@@ -73,10 +74,12 @@ class Engine:
         computed = time.perf_counter_ns()
         sampled = sample(logits, sampling, vocabulary)
         ended = time.perf_counter_ns()
-        drawn = list(zip((row.index for row in rows if row.sample), sampled.tokens.tolist(), sampled.finite.tolist(), strict=True))
+        indices = np.array([row.index for row in rows if row.sample], np.int64)
+        drawn = sampled.finite & ~sampled.dead
         return Executed(
-            tokens={index: token for index, token, finite in drawn if finite},
-            non_finite=frozenset(index for index, _, finite in drawn if not finite),
+            tokens=dict(zip(indices[drawn].tolist(), sampled.tokens[drawn].tolist(), strict=True)),
+            non_finite=frozenset(indices[~sampled.finite].tolist()),
+            dead_ends=frozenset(indices[sampled.dead].tolist()),
             prepare_us=(prepared - began) // 1000,
             forward_us=(computed - prepared) // 1000,
             sample_us=(ended - computed) // 1000,

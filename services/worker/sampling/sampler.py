@@ -22,9 +22,11 @@ import numpy.typing as npt
 import torch
 
 from services.worker.sampling.draws import uniforms
+from services.worker.sampling.mask import FORBIDDEN, allowed_ids, apply_mask, constrained_rows
 
 # A row whose nucleus lies within this many best ids needs no sort of the whole vocabulary.
 _CANDIDATES = 256
+_NO_ROWS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +49,44 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What came of R rows: `tokens` int64[R], and whether its logits were finite and left some id; where not, its token means nothing."""
+    """What came of R rows: `tokens` int64[R]; where `finite` is false or `dead` is true a row's token means nothing.
+
+    finite  bool[R]: the model's logits were
+    dead    bool[R]: they were, and processors and grammar left no id to sample
+    """
 
     tokens: npt.NDArray[np.int64]
     finite: npt.NDArray[np.bool_]
+    dead: npt.NDArray[np.bool_]
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows, vocab_size: int) -> Sampled:
-    """One token below `vocab_size` per row of `logits` (floating, [R, at least vocab_size]; changed where ids are banned)."""
+def sample(logits: torch.Tensor, rows: SamplingRows, vocab_size: int, mask: torch.Tensor | None = None) -> Sampled:
+    """One token below `vocab_size` per row of `logits` (floating, [R, at least vocab_size]; changed where ids are banned).
+
+    `mask`: what each row's grammar allows, int32[R, at least ceil(vocab_size / 32)] on the CPU: bit i % 32 (lowest first) of word i // 32
+    stands for id i; rows without a grammar have all bits set (-1). None: no row has a grammar. It is applied after all else and wins:
+    where the bans leave nothing that the grammar allows, the grammar counts alone.
+    """
     logits = logits[:, :vocab_size]
     finite = torch.isfinite(logits).all(dim=1).cpu().numpy()
+    constrained = constrained_rows(mask) if mask is not None else _NO_ROWS
+    before = logits[torch.from_numpy(constrained)] if constrained.size else logits
     if rows.banned_rows.size:
-        logits[torch.from_numpy(rows.banned_rows), torch.from_numpy(rows.banned_ids)] = float("-inf")
-        short = np.unique(rows.banned_rows)
-        finite[short] &= torch.isfinite(logits[torch.from_numpy(short)]).any(dim=1).cpu().numpy()
+        logits[torch.from_numpy(rows.banned_rows), torch.from_numpy(rows.banned_ids)] = FORBIDDEN
+    if mask is not None and constrained.size:
+        apply_mask(logits, before, constrained, allowed_ids(mask, constrained, vocab_size))
+    dead = np.zeros(finite.size, np.bool_)
+    narrowed = np.union1d(rows.banned_rows, constrained)
+    if narrowed.size:
+        dead[narrowed] = finite[narrowed] & (logits[torch.from_numpy(narrowed)].amax(dim=1) == FORBIDDEN).cpu().numpy()
     tokens = logits.argmax(dim=1).cpu().numpy()
     filtered = ((rows.top_k > 0) & (rows.top_k < vocab_size)) | (rows.top_p < 1)
-    drawn = (rows.temperature > 0) & finite
+    drawn = (rows.temperature > 0) & finite & ~dead
     for group, with_cut in ((np.flatnonzero(drawn & ~filtered), False), (np.flatnonzero(drawn & filtered), True)):
         if group.size:
             picked = logits[torch.from_numpy(group)] if group.size < finite.size else logits
             tokens[group] = _draw(picked.double(), rows, group, with_cut)
-    return Sampled(tokens, finite)
+    return Sampled(tokens, finite, dead)
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows, group: npt.NDArray[np.int64], with_cut: bool) -> npt.NDArray[np.int64]:

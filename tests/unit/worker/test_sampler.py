@@ -149,5 +149,6 @@ def test_a_row_whose_every_id_is_banned_yields_nothing_and_others_do(options: di
     logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(1))
     alone = sample(logits[1:].clone(), rows(1, seeds=[1], **options), VOCABULARY).tokens[0]
     sampled = sample(logits, rows(2, banned=[(0, token) for token in range(VOCABULARY)], **options), VOCABULARY)
-    assert sampled.finite.tolist() == [False, True]
+    assert sampled.finite.all()
+    assert sampled.dead.tolist() == [True, False]
     assert sampled.tokens[1] == alone
