@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from libs.errors import ErrorCode, TokenloomError
-from libs.packing import count_ids
+from libs.packing import count_ids, unpack_ids
 from libs.sampling import SamplingParams
 from libs.text.decoding import IncrementalText
 from libs.text.table import TextTable
@@ -25,6 +25,7 @@ from services.gateway.mesh import Mesh
 from services.gateway.quota import Visit
 from services.gateway.record import RequestRecord
 from services.gateway.streamer import Change, Choice, count_tokens
+from services.gateway.terms import check_served, keep_last
 from services.gateway.tickets import CancelReason, Ticket
 from services.gateway.wanted import Prompt, Wanted
 from tokenloom.common.v1 import common_pb2
@@ -92,16 +93,16 @@ class Generation:
         if (obstacle := self._mesh.obstacle()) is not None:
             await self._unless_interrupted(self._mesh.waiting_room.enter(obstacle))
         facts = self._facts()
-        self._refuse_unserved(facts)
+        check_served(self._wanted, facts)
         self._refuse_unsafe_stops()
-        self._refuse_more_than_may_live(facts.max_live_sequences, len(self._wanted.prompts) * self._wanted.n, "sequences")
+        self._refuse_more_than_may_live(facts.max_live_sequences, len(self._wanted.prompts) * self._wanted.generated, "sequences")
         expected = self._wanted.sampling.max_tokens or facts.defaults.max_new_tokens or facts.max_model_len
-        estimates = [min(prompt.estimate + expected, facts.max_model_len) for prompt in self._wanted.prompts for _ in range(self._wanted.n)]
+        estimates = [min(prompt.estimate + expected, facts.max_model_len) for prompt in self._wanted.prompts for _ in range(self._wanted.generated)]
         self._leases = self._mesh.admission.admit(self._mesh.session.window, estimates)
         if self._visit is not None:
             await self._unless_interrupted(self._visit.admit(self._chargeable(estimates)))
         self._record.parsed_ns = self._mesh.clock.unix_ns()
-        self._encoded = await self._unless_interrupted(self._encode_all(facts.max_model_len))
+        self._encoded = await self._unless_interrupted(self._encode_all(facts))
         self._record.tokenized_ns = self._mesh.clock.unix_ns()
 
     def _chargeable(self, estimates: list[int]) -> int:
@@ -118,25 +119,11 @@ class Generation:
             raise TokenloomError(ErrorCode.NO_WORKER, "The server does not know its model yet", retry_after_ms=1000)
         return facts
 
-    def _refuse_unserved(self, facts: scheduler_pb2.ModelFacts) -> None:
-        wanted = self._wanted
-        if wanted.n > 1 and wanted.sampling.temperature_for(facts) == 0:
-            raise TokenloomError(
-                ErrorCode.INVALID_REQUEST,
-                f"n must be 1 with greedy sampling (temperature 0), where all choices are equal; got {wanted.n}",
-                param="n",
-            )
-        if wanted.priority and not facts.priority_scheduling:
-            raise TokenloomError(
-                ErrorCode.INVALID_REQUEST,
-                f"priority must be 0: this server does not run --scheduling-policy priority; got {wanted.priority}",
-                param="priority",
-            )
-
     def _refuse_more_than_may_live(self, bound: int, wanted: int, what: str) -> None:
         """All sequences of a request are live together: where the scheduler's `bound` (0: none) is less than that, no waiting helps."""
         if bound and wanted > bound:
-            param = "n" if self._wanted.n > 1 else "prompt"
+            several = "n" if self._wanted.n > 1 else "best_of"
+            param = several if self._wanted.generated > 1 else "prompt"
             message = f"the prompts and choices of this request are {wanted} {what}, and the server lets {bound} be live at once"
             raise TokenloomError(ErrorCode.CANNOT_FIT, message, param=param)
 
@@ -165,17 +152,17 @@ class Generation:
             elif not task.cancelled():
                 task.exception()
 
-    async def _encode_all(self, max_tokens: int) -> list[tokenizer_pb2.EncodeResponse]:
+    async def _encode_all(self, facts: scheduler_pb2.ModelFacts) -> list[tokenizer_pb2.EncodeResponse]:
         slots = asyncio.Semaphore(ENCODE_CONCURRENCY)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._encode(prompt, max_tokens, slots)) for prompt in self._wanted.prompts]
+                tasks = [group.create_task(self._encode(prompt, facts, slots)) for prompt in self._wanted.prompts]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _encode(self, prompt: Prompt, max_tokens: int, slots: asyncio.Semaphore) -> tokenizer_pb2.EncodeResponse:
-        prompt.request.max_tokens = max_tokens
+    async def _encode(self, prompt: Prompt, facts: scheduler_pb2.ModelFacts, slots: asyncio.Semaphore) -> tokenizer_pb2.EncodeResponse:
+        prompt.request.max_tokens, prompt.request.keep_last = facts.max_model_len, keep_last(self._wanted, facts)
         async with slots:
             try:
                 return await self._mesh.tokenizers.encode(
@@ -199,13 +186,21 @@ class Generation:
         if wanted and any(encoded.tokenizer_fingerprint != wanted for encoded in self._encoded):
             raise TokenloomError(ErrorCode.UNAVAILABLE, "the model was exchanged while this request was encoded", retry_after_ms=1000)
         drawn = [_random.getrandbits(64) for _ in self._encoded]
+        bad_words = tuple(tuple(unpack_ids(word)) for encoded in self._encoded for word in encoded.bad_words)
         resolved = [
-            self._wanted.sampling.resolve(facts, count_ids(encoded.token_ids), seed, prompt_param=prompt.param)
+            self._wanted.sampling.resolve(
+                facts,
+                count_ids(encoded.token_ids),
+                seed,
+                prompt_param=prompt.param,
+                bad_words=bad_words,
+                keep_special_tokens=self._wanted.shown.keep_special_tokens,
+            )
             for prompt, encoded, seed in zip(self._wanted.prompts, self._encoded, drawn, strict=True)
         ]
         if len(self._leases) > 1:  # a lone sequence may exceed the bound: else it could never be served
             sizes = (count_ids(encoded.token_ids) + one.max_tokens for encoded, one in zip(self._encoded, resolved, strict=True))
-            self._refuse_more_than_may_live(facts.max_live_tokens, sum(sizes) * self._wanted.n, "tokens")
+            self._refuse_more_than_may_live(facts.max_live_tokens, sum(sizes) * self._wanted.generated, "tokens")
         first = resolved[0]
         self._record.sampling = {
             "gen_ai.request.max_tokens": first.max_tokens,
@@ -218,14 +213,21 @@ class Generation:
             self._mesh.traffic.prompt_tokens += count_ids(encoded.token_ids)
 
     def _submit_choices(self, encoded: tokenizer_pb2.EncodeResponse, sampling: SamplingParams, table: TextTable) -> None:
-        """One submit per choice of a prompt. The later ones name the first, whose prompt they share; their draws differ by the choice."""
+        """One submit per choice of a prompt. The later ones name the first, whose prompt they share; their draws differ by the choice.
+
+        The prompt's log-probabilities are asked for once, with the first: the others read its blocks.
+        """
         parent_id = 0
-        for choice_index in range(self._wanted.n):
+        first: Choice | None = None
+        for choice_index in range(self._wanted.generated):
             index = len(self.choices)
             lease = self._leases[index]
             lease.settle(count_ids(encoded.token_ids) + sampling.max_tokens)
-            ticket = self._ticket(encoded, replace(sampling, choice_index=choice_index).to_proto(), lease, parent_id)
-            self.choices.append(Choice(index, ticket, encoded.token_ids, IncrementalText(table, sampling.stop)))
+            own = replace(sampling, choice_index=choice_index, prompt_logprobs=None if parent_id else sampling.prompt_logprobs)
+            ticket = self._ticket(encoded, own.to_proto(), lease, parent_id)
+            choice = Choice(index, ticket, encoded.token_ids, IncrementalText(table, sampling.stop), first)
+            first = first or choice
+            self.choices.append(choice)
             self._mesh.session.submit(ticket)
             parent_id = parent_id or ticket.id
 
@@ -292,7 +294,7 @@ class Generation:
         """The scheduler knows tokens, not what the client called them: an error of size gets the name of what could be made smaller."""
         if error.param is None and error.code in (ErrorCode.CANNOT_FIT, ErrorCode.PROMPT_TOO_LONG):
             sampling = self._wanted.sampling
-            prompt = self._wanted.prompts[index // self._wanted.n]
+            prompt = self._wanted.prompts[index // self._wanted.generated]
             error.param = prompt.param if sampling.max_tokens is None else sampling.max_tokens_param
         return error
 

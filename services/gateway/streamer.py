@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from libs.logprobs import TokenLogprobs
 from libs.packing import count_ids
 from libs.text.decoding import IncrementalText
 from services.gateway.tickets import Ticket
@@ -13,26 +14,35 @@ from tokenloom.scheduler.v1 import scheduler_pb2
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is new of one choice: tokens, the text that they release, and the ending when it has come."""
+    """What is new of one choice: tokens, the text that they release, and the ending when it has come.
+
+    `logprobs`: one entry per token of `token_ids`; None: none were asked for. `prompt_logprobs`: one entry per token of the prompt (the
+    first is undefined: NaN, rank 0), whole and once, with the choice's first tokens, of every choice of the prompt; else None.
+    """
 
     index: int
     token_ids: list[int]
     text: str
     ending: scheduler_pb2.Ending | None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(slots=True)
 class Choice:
     """One choice: its ticket, its prompt (little-endian uint32) and the text held back so far.
 
-    Deltas that piled up since the last `advance` come as one.
+    Deltas that piled up since the last `advance` come as one. `first`: the first choice of the same prompt, which alone asks for the
+    prompt's log-probabilities; None: it is the first.
     """
 
     index: int
     ticket: Ticket
     prompt_ids: bytes = field(repr=False)
     text: IncrementalText
+    first: Choice | None = field(default=None, repr=False)
     ended: bool = False
+    prompt_shown: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -44,12 +54,22 @@ class Choice:
         ending = self.ticket.ending
         if self.ended or (ending is None and self.ticket.taken == len(self.ticket.output)):
             return None
+        logprobs = self.ticket.take_logprobs()
         token_ids = self.ticket.take()
+        prompt = self._take_prompt() if token_ids else None
         if ending is None:
-            return Change(self.index, token_ids, self.text.push(token_ids), None)
+            return Change(self.index, token_ids, self.text.push(token_ids), None, logprobs, prompt)
         self.ended = True
         keep = ending.keep_bytes if ending.HasField("keep_bytes") else None
-        return Change(self.index, token_ids, self.text.finish(keep, token_ids), ending)
+        return Change(self.index, token_ids, self.text.finish(keep, token_ids), ending, logprobs, prompt)
+
+    def _take_prompt(self) -> list[TokenLogprobs] | None:
+        """The prompt's log-probabilities, once. They are there before any choice's first token: later ones wait for the first's prompt."""
+        if self.prompt_shown:
+            return None
+        self.prompt_shown = True
+        positions = (self.first or self).ticket.prompt_positions
+        return positions.unpack() if positions is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from libs.errors import ErrorCode, TokenloomError
+from libs.logprobs import PackedLogprobs, TokenLogprobs
 from libs.packing import count_ids, pack_ids, unpack_ids
 from tokenloom.common.v1 import common_pb2
 from tokenloom.scheduler.v1 import scheduler_pb2
@@ -48,7 +49,8 @@ class Ticket:
     """One sequence from hand-over to ending.
 
     `submit` holds id, prompt, parameters and trace; attempt, output and remaining deadline are filled in when a frame is built.
-    `output` is every token received so far and `taken` how many of them its reader has seen. Instants are monotonic nanoseconds;
+    `output` is every token received so far and `taken` how many of them its reader has seen. `logprobs` are those of the others, and
+    `prompt_positions` all that came of the prompt's; None: none were asked for. Instants are monotonic nanoseconds;
     `sent_ns` is when a scheduler was sent it last, `lost_ns` are those at which one was lost that had it.
     """
 
@@ -63,6 +65,8 @@ class Ticket:
     lost_ns: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
     taken: int = 0
+    logprobs: PackedLogprobs | None = None
+    prompt_positions: PackedLogprobs | None = None
     cancel_reason: CancelReason.ValueType | None = None
     ending: scheduler_pb2.Ending | None = None
     waiting_since_ns: int = 0
@@ -70,6 +74,13 @@ class Ticket:
     first_token_ns: int = 0
     last_token_ns: int = 0
     ended_ns: int = 0
+
+    def __post_init__(self) -> None:
+        sampling = self.submit.sampling
+        if sampling.HasField("logprobs"):
+            self.logprobs = PackedLogprobs(sampling.logprobs)
+        if sampling.HasField("prompt_logprobs"):
+            self.prompt_positions = PackedLogprobs(sampling.prompt_logprobs)
 
     @property
     def id(self) -> int:
@@ -81,6 +92,14 @@ class Ticket:
         new = self.output[self.taken :]
         self.taken = len(self.output)
         return new
+
+    def take_logprobs(self) -> list[TokenLogprobs] | None:
+        """Those of the tokens that the next `take` gives; None: none were asked for."""
+        packed = self.logprobs
+        if packed is None:
+            return None
+        self.logprobs = PackedLogprobs(packed.alternatives)
+        return packed.unpack()
 
     def owned_ending(self, reason: FinishReason.ValueType, *, error: TokenloomError | None = None) -> scheduler_pb2.Ending:
         """The ending that the gateway gives where no scheduler can."""
@@ -169,6 +188,8 @@ class TicketBook:
         submit = ticket.submit
         submit.attempt = ticket.attempt
         submit.output_ids = pack_ids(ticket.output)
+        if ticket.prompt_positions is not None and len(ticket.prompt_positions) == count_ids(submit.prompt_ids):
+            submit.sampling.ClearField("prompt_logprobs")  # they are here: a scheduler that goes on need not have them computed again
         if ticket.deadline_ns is not None:
             submit.deadline_remaining_us = max(ticket.deadline_ns - now, 0) // 1000
         return submit
@@ -179,6 +200,7 @@ class TicketBook:
         Raises SessionBroken when arrays disagree in length or tokens are missing.
         """
         self._receive_accepted(frame.accepted)
+        self._receive_positions(frame.prompt_positions)
         touched = self._receive_tokens(frame, now)
         for ending in frame.endings:
             ticket = self._live.get(ending.id)
@@ -198,26 +220,46 @@ class TicketBook:
             else:
                 ticket.accepted = True
 
+    def _receive_positions(self, messages: Iterable[scheduler_pb2.PromptPositions]) -> None:
+        for message in messages:
+            ticket = self._live.get(message.id)
+            if ticket is None or ticket.state is not TicketState.SENT or ticket.prompt_positions is None:
+                self._observer.stray("positions")
+            else:
+                _append(ticket, ticket.prompt_positions, message.first_position, _unpacked(ticket, message.logprobs), "positions")
+
     def _receive_tokens(self, frame: scheduler_pb2.SchedulerFrame, now: int) -> set[Ticket]:
         ids, firsts, counts = frame.ids, frame.first_indexes, frame.counts
         if not len(ids) == len(firsts) == len(counts) or len(frame.token_ids) != 4 * sum(counts):
             raise SessionBroken("a frame's arrays disagree in length")
+        if len(frame.logprobs) not in (0, len(ids)):
+            raise SessionBroken(f"a frame with news of {len(ids)} requests has log-probabilities of {len(frame.logprobs)}")
         tokens, start, touched = unpack_ids(frame.token_ids), 0, set()
-        for ticket_id, first, count in zip(ids, firsts, counts, strict=True):
+        for at, (ticket_id, first, count) in enumerate(zip(ids, firsts, counts, strict=True)):
             ticket = self._live.get(ticket_id)
             if ticket is None or ticket.state is not TicketState.SENT:
                 self._observer.stray("delta")
-            elif self._extend(ticket, first, tokens[start : start + count], now):
-                touched.add(ticket)
+            else:
+                message = frame.logprobs[at] if frame.logprobs else None
+                if self._extend(ticket, first, tokens[start : start + count], message, now):
+                    touched.add(ticket)
             start += count
         return touched
 
-    def _extend(self, ticket: Ticket, first: int, tokens: list[int], now: int) -> bool:
+    def _extend(self, ticket: Ticket, first: int, tokens: list[int], logprobs: common_pb2.Logprobs | None, now: int) -> bool:
         known = len(ticket.output) - first
         if known < 0:
             raise SessionBroken(f"request {ticket.id}: tokens {len(ticket.output)} to {first - 1} are missing")
         if known >= len(tokens):
             return False
+        positions = ticket.prompt_positions
+        if positions is not None and len(positions) < count_ids(ticket.submit.prompt_ids):
+            raise SessionBroken(f"request {ticket.id}: a token before the prompt's log-probabilities")
+        if ticket.logprobs is not None:
+            news = _unpacked(ticket, logprobs)
+            if len(news) != len(tokens):
+                raise SessionBroken(f"request {ticket.id}: {len(tokens)} tokens with log-probabilities of {len(news)}")
+            _append(ticket, ticket.logprobs, first - ticket.taken, news, "log-probabilities")
         ticket.output += tokens[known:]
         self._observer.tokens(len(tokens) - known, now - ticket.last_token_ns if ticket.last_token_ns else 0)
         ticket.first_token_ns = ticket.first_token_ns or now
@@ -287,6 +329,27 @@ class TicketBook:
         if ticket.on_ended is not None:
             ticket.on_ended()
         ticket.bell.set()
+
+
+def _unpacked(ticket: Ticket, message: common_pb2.Logprobs | None) -> PackedLogprobs:
+    """Raises SessionBroken for none, and for one that contradicts itself."""
+    if message is None:
+        raise SessionBroken(f"request {ticket.id}: tokens without the log-probabilities that it asks for")
+    try:
+        return PackedLogprobs.from_proto(message)
+    except ValueError as error:
+        raise SessionBroken(f"request {ticket.id}: {error}") from error
+
+
+def _append(ticket: Ticket, kept: PackedLogprobs, first: int, news: PackedLogprobs, what: str) -> None:
+    """Appends of `news`, the first of which belongs at `first` of `kept`, what is not there yet. Raises SessionBroken for a gap."""
+    known = len(kept) - first
+    if known < 0:
+        raise SessionBroken(f"request {ticket.id}: {what} {len(kept)} to {first - 1} are missing")
+    try:
+        kept.extend(news.piece(known))
+    except ValueError as error:
+        raise SessionBroken(f"request {ticket.id}: {error}") from error
 
 
 _SCHEDULER_GOES = (CancelReason.CANCEL_REASON_SESSION_LOST, CancelReason.CANCEL_REASON_SHUTDOWN)
