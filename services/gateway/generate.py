@@ -97,7 +97,8 @@ class Generation:
         self._refuse_unsafe_stops()
         self._refuse_more_than_may_live(facts.max_live_sequences, len(self._wanted.prompts) * self._wanted.generated, "sequences")
         expected = self._wanted.sampling.max_tokens or facts.defaults.max_new_tokens or facts.max_model_len
-        estimates = [min(prompt.estimate + expected, facts.max_model_len) for prompt in self._wanted.prompts for _ in range(self._wanted.generated)]
+        sizes = [min(prompt.estimate + expected, facts.max_model_len) for prompt in self._wanted.prompts]
+        estimates = [size for size in sizes for _ in range(self._wanted.generated)]
         self._leases = self._mesh.admission.admit(self._mesh.session.window, estimates)
         if self._visit is not None:
             await self._unless_interrupted(self._visit.admit(self._chargeable(estimates)))
@@ -244,6 +245,8 @@ class Generation:
             choices=1,
             parent_id=parent_id,
         )
+        if self._wanted.constraint is not None:
+            submit.constraint.CopyFrom(self._wanted.constraint.to_proto())
         self._record.internal_ids.append(f"{self._mesh.session.instance:x}:{submit.id}")
         return Ticket(submit, self._bell, deadline_ns=self._deadline_ns, on_ended=lease.release)
 

@@ -27,7 +27,8 @@ class Prompt:
 class ClientSampling:
     """Sampling and stopping as the client gave them, checked; None is where it was silent. `top_k` 0 is off.
 
-    `max_tokens_param` is the name under which max_tokens was given.
+    `max_tokens_param` is the name under which max_tokens was given. `logprobs` and `prompt_logprobs` are what the response needs, be it to
+    show them or to choose by them (best_of). `bad_words` are not here: the tokenizer spells them.
     """
 
     max_tokens: int | None = None
@@ -41,21 +42,35 @@ class ClientSampling:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    include_stop_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    extra_args_json: bytes = b""
 
-    def resolve(self, facts: scheduler_pb2.ModelFacts, prompt_tokens: int, drawn_seed: int, *, prompt_param: str) -> SamplingParams:
+    def resolve(
+        self,
+        facts: scheduler_pb2.ModelFacts,
+        prompt_tokens: int,
+        drawn_seed: int,
+        *,
+        prompt_param: str,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        keep_special_tokens: bool = False,
+    ) -> SamplingParams:
         """The parameters that run: the client's, else the model's generation_config, else the API's defaults.
 
-        `prompt_param` is how the API names the prompt. Raises TokenloomError when prompt and output do not fit into the context, or
-        stop_token_ids name no token.
+        `prompt_param` is how the API names the prompt. Raises TokenloomError when prompt and output do not fit into the context.
         """
         defaults = facts.defaults
         room = facts.max_model_len - prompt_tokens
         max_tokens = self._max_tokens(facts, prompt_tokens, room, prompt_param)
         if self.min_tokens > max_tokens:
             raise _invalid(f"min_tokens ({self.min_tokens}) must not exceed {self.max_tokens_param} ({max_tokens})", "min_tokens")
-        for token_id in self.stop_token_ids:
-            if token_id >= facts.vocab_size:
-                raise _invalid(f"stop_token_ids: {token_id} is not below the vocabulary size {facts.vocab_size}", "stop_token_ids")
         top_k = self.top_k if self.top_k is not None else (defaults.top_k if defaults.HasField("top_k") else 0)
         return SamplingParams(
             max_tokens=max_tokens,
@@ -68,7 +83,26 @@ class ClientSampling:
             ignore_eos=self.ignore_eos,
             stop_token_ids=self.stop_token_ids,
             stop=self.stop,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            bad_words=bad_words,
+            allowed_token_ids=self.allowed_token_ids,
+            include_stop_in_output=self.include_stop_in_output,
+            keep_special_tokens=keep_special_tokens,
+            extra_args_json=self.extra_args_json,
         )
+
+    def check_ids(self, facts: scheduler_pb2.ModelFacts) -> None:
+        """Raises TokenloomError INVALID_REQUEST where an id is no token of the model, naming the parameter."""
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name):
+                _check_id(name, token_id, facts)
+        for token_id, _ in self.logit_bias:
+            _check_id("logit_bias", token_id, facts)
 
     def temperature_for(self, facts: scheduler_pb2.ModelFacts) -> float:
         """The temperature that runs; 0 is greedy."""
@@ -115,7 +149,8 @@ class Shown:
 
     `logprobs` and `prompt_logprobs`: alternatives to list beside each token, None for none at all. `echo`: a completion's text begins with
     its prompt; `echo_only`: and ends with it (max_tokens was 0; one token is generated and dropped). `tokens_as_ids`: log-probabilities
-    name tokens "token_id:17". `tools` and `reasoning` (the name of a reasoning parser): what a chat's text is parsed for.
+    name tokens "token_id:17". `tools` and `reasoning` (the name of a reasoning parser): what a chat's text is parsed for;
+    `include_reasoning` False: the reasoning is found and left out. `logprobs_param`: the name of the number of alternatives.
     """
 
     logprobs: int | None = None
@@ -127,14 +162,18 @@ class Shown:
     keep_special_tokens: bool = False
     tools: ToolUse | None = None
     reasoning: str | None = None
+    include_reasoning: bool = True
+    logprobs_param: str = "logprobs"
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A request that has passed every check that needs no tokens and no mesh. `timeout` is in seconds; None: no limit.
 
-    Every prompt gets `n` choices: choice c of prompt p has the index p * n + c. Lower `priority` runs first. `constraint`: what every
-    choice keeps to.
+    Every prompt gets `n` choices: choice c of prompt p has the index p * n + c. With `best_of` so many are generated of each prompt, of
+    which the response shows the `n` best. Lower `priority` runs first. `constraint`: what every choice keeps to; `constraint_backend`: what
+    the client asks to have it compiled by, None: whatever does. `keep_last`: tokens that prompts are cut to from the left, 0: none; -1: to
+    what fits.
     """
 
     model: str
@@ -148,10 +187,23 @@ class Wanted:
     timeout: float | None = None
     constraint: Constraint | None = None
     shown: Shown = Shown()
+    best_of: int | None = None
+    constraint_backend: str | None = None
+    keep_last: int = 0
+
+    @property
+    def generated(self) -> int:
+        """Choices that are generated of each prompt."""
+        return self.n if self.best_of is None else self.best_of
 
 
 def _first(*values: float | None) -> float:
     return next(value for value in values if value is not None)
+
+
+def _check_id(name: str, token_id: int, facts: scheduler_pb2.ModelFacts) -> None:
+    if token_id >= facts.vocab_size:
+        raise _invalid(f"{name}: {token_id} is not below the vocabulary size {facts.vocab_size}", name)
 
 
 def _invalid(message: str, param: str) -> TokenloomError:

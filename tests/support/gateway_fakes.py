@@ -111,6 +111,8 @@ def facts(**changes) -> scheduler_pb2.ModelFacts:
         "max_model_len": 512,
         "vocab_size": VOCAB,
         "eos_token_ids": [EOS],
+        "max_logprobs": 20,
+        "constraint_backend": "llguidance",
         **changes,
     }
     return scheduler_pb2.ModelFacts(**values)

@@ -1,0 +1,58 @@
+"""What a request asks of the model that is served: checked once the mesh has told which that is, before any work."""
+
+from __future__ import annotations
+
+from libs.errors import ErrorCode, TokenloomError
+from services.gateway.wanted import Wanted
+from tokenloom.scheduler.v1 import scheduler_pb2
+
+
+def check_served(wanted: Wanted, facts: scheduler_pb2.ModelFacts) -> None:
+    """Raises TokenloomError (400) for what this model's workers or this server's flags do not serve, naming the parameter."""
+    _check_choices(wanted, facts)
+    wanted.sampling.check_ids(facts)
+    _check_logprobs(wanted, facts)
+    _check_constraint(wanted, facts)
+    if wanted.priority and not facts.priority_scheduling:
+        raise _invalid(f"priority must be 0: this server does not run --scheduling-policy priority; got {wanted.priority}", "priority")
+    if wanted.keep_last > facts.max_model_len:
+        message = f"truncate_prompt_tokens must not exceed the context length {facts.max_model_len}; got {wanted.keep_last}"
+        raise _invalid(message, "truncate_prompt_tokens")
+    if wanted.sampling.extra_args_json and not facts.logits_processors:
+        message = "vllm_xargs is for logits processors of the operator, and this server runs none"
+        raise TokenloomError(ErrorCode.UNSUPPORTED, message, param="vllm_xargs")
+
+
+def keep_last(wanted: Wanted, facts: scheduler_pb2.ModelFacts) -> int:
+    """Tokens that a prompt is cut to from the left; 0: it is not. What fits leaves room for max_tokens, or for one token."""
+    if wanted.keep_last >= 0:
+        return wanted.keep_last
+    return max(facts.max_model_len - (wanted.sampling.max_tokens or 1), 1)
+
+
+def _check_choices(wanted: Wanted, facts: scheduler_pb2.ModelFacts) -> None:
+    if wanted.generated > 1 and wanted.sampling.temperature_for(facts) == 0:
+        name = "n" if wanted.n > 1 else "best_of"
+        message = f"{name} must be 1 with greedy sampling (temperature 0), where all choices are equal; got {wanted.generated}"
+        raise _invalid(message, name)
+
+
+def _check_logprobs(wanted: Wanted, facts: scheduler_pb2.ModelFacts) -> None:
+    shown = wanted.shown
+    for name, asked in ((shown.logprobs_param, shown.logprobs), ("prompt_logprobs", shown.prompt_logprobs)):
+        if asked is not None and asked > facts.max_logprobs:
+            raise _invalid(f"{name} must be at most {facts.max_logprobs} (--max-logprobs); got {asked}", name)
+
+
+def _check_constraint(wanted: Wanted, facts: scheduler_pb2.ModelFacts) -> None:
+    constraint, asked = wanted.constraint, wanted.constraint_backend
+    if constraint is not None and not facts.constraint_backend:
+        message = f"{constraint.param} is not supported: the workers of this server compile no constraints"
+        raise TokenloomError(ErrorCode.UNSUPPORTED, message, param=constraint.param)
+    if asked is not None and facts.constraint_backend not in ("", asked):
+        message = f"guided_decoding_backend: this server compiles constraints by {facts.constraint_backend}, not by {asked[:64]!r}"
+        raise _invalid(message, "guided_decoding_backend")
+
+
+def _invalid(message: str, param: str) -> TokenloomError:
+    return TokenloomError(ErrorCode.INVALID_REQUEST, message, param=param)
