@@ -52,6 +52,7 @@ class Generation:
         self._bell = asyncio.Event()
         self._interrupted: asyncio.Future[CancelReason.ValueType] = asyncio.get_running_loop().create_future()
         self._gave_up = False
+        self._failure: TokenloomError | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._leases: list[Lease] = []
         self._encoded: list[tokenizer_pb2.EncodeResponse] = []
@@ -180,9 +181,7 @@ class Generation:
 
     def submit(self) -> None:
         """Hands every choice over. Raises TokenloomError when a prompt does not fit into the context; then nothing has been."""
-        facts, table = self._facts(), self._mesh.tokenizers.table
-        if table is None:
-            raise TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, "no tokenizer has answered yet", retry_after_ms=1000)
+        facts, table = self._facts(), self.table
         wanted = facts.fingerprints.tokenizer
         if wanted and any(encoded.tokenizer_fingerprint != wanted for encoded in self._encoded):
             raise TokenloomError(ErrorCode.UNAVAILABLE, "the model was exchanged while this request was encoded", retry_after_ms=1000)
@@ -226,7 +225,7 @@ class Generation:
             lease.settle(count_ids(encoded.token_ids) + sampling.max_tokens)
             own = replace(sampling, choice_index=choice_index, prompt_logprobs=None if parent_id else sampling.prompt_logprobs)
             ticket = self._ticket(encoded, own.to_proto(), lease, parent_id)
-            choice = Choice(index, ticket, encoded.token_ids, IncrementalText(table, sampling.stop), first)
+            choice = Choice(index, ticket, encoded.token_ids, _text_of(sampling, table), first)
             first = first or choice
             self.choices.append(choice)
             self._mesh.session.submit(ticket)
@@ -256,21 +255,33 @@ class Generation:
         return bool(self._leases)
 
     @property
+    def table(self) -> TextTable:
+        """What tokens spell. Raises TokenloomError while no tokenizer has told it."""
+        table = self._mesh.tokenizers.table
+        if table is None:
+            raise TokenloomError(ErrorCode.TOKENIZER_UNAVAILABLE, "no tokenizer has answered yet", retry_after_ms=1000)
+        return table
+
+    @property
     def ended(self) -> bool:
-        """Whether every choice's ending has been read."""
-        return all(choice.ended for choice in self.choices)
+        """Whether every choice's ending has been read, and none of them was a failure."""
+        return self._failure is None and all(choice.ended for choice in self.choices)
 
     async def changes(self) -> list[Change]:
         """What is new, at least one change, as soon as there is any; everything that piled up comes at once.
 
-        Raises TokenloomError when a choice failed; the others are cancelled then.
+        Raises TokenloomError when a choice failed, after the tokens that came before; the others are cancelled then.
         """
         while True:
+            if self._failure is not None:
+                raise self._failure
             found = [change for choice in self.choices if (change := choice.advance()) is not None]
             if found:
                 self._note_first_token()
-                self._raise_failure(found)
-                return found
+                self._failure = self._failure_in(found)
+                if self._failure is None or any(change.token_ids for change in found):
+                    return found
+                continue
             if self._gave_up:
                 raise error_of_cancel(self._interrupted.result())
             self._bell.clear()
@@ -286,12 +297,13 @@ class Generation:
                 (min(firsts) - self._record.started_mono) / 1e9, self._record.exemplar(self._mesh.tracer)
             )
 
-    def _raise_failure(self, changes: list[Change]) -> None:
+    def _failure_in(self, changes: list[Change]) -> TokenloomError | None:
         for change in changes:
             error = error_of_ending(change.ending) if change.ending is not None else None
             if error is not None:
                 self.interrupt(CancelReason.CANCEL_REASON_SIBLING_FAILED)
-                raise self._located(error, change.index)
+                return self._located(error, change.index)
+        return None
 
     def _located(self, error: TokenloomError, index: int) -> TokenloomError:
         """The scheduler knows tokens, not what the client called them: an error of size gets the name of what could be made smaller."""
@@ -322,3 +334,9 @@ class Generation:
         while any(choice.ticket.ending is None for choice in self.choices):
             self._bell.clear()
             await self._bell.wait()
+
+
+def _text_of(sampling: SamplingParams, table: TextTable) -> IncrementalText:
+    """The text of a choice. A stop string that stays in it is nothing to hold back."""
+    stop = () if sampling.include_stop_in_output else sampling.stop
+    return IncrementalText(table, stop, skip_special_tokens=not sampling.keep_special_tokens)

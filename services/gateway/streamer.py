@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,22 @@ class Change:
     ending: scheduler_pb2.Ending | None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+def joined(changes: Sequence[Change]) -> Change:
+    """Consecutive changes of one choice as one; there is at least one."""
+    first, last = changes[0], changes[-1]
+    if first is last:
+        return first
+    listed = [change.logprobs for change in changes if change.logprobs is not None]
+    return Change(
+        index=last.index,
+        token_ids=list(itertools.chain.from_iterable(change.token_ids for change in changes)),
+        text="".join([change.text for change in changes]),
+        ending=last.ending,
+        logprobs=list(itertools.chain.from_iterable(listed)) if listed else None,
+        prompt_logprobs=next((change.prompt_logprobs for change in changes if change.prompt_logprobs is not None), None),
+    )
 
 
 @dataclass(slots=True)

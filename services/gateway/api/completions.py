@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from services.gateway.api.completion_writer import CompletionWriter
 from services.gateway.api.decode import decode_completion
 from services.gateway.api.endpoint import Api
 from services.gateway.api.models import resolve_model
 from services.gateway.api.validate import want_completion
-from services.gateway.api.writers import CompletionWriter
+from services.gateway.api.writers import Form, Writer
 from services.gateway.mesh import Mesh
 from services.gateway.wanted import Wanted
 
@@ -16,4 +17,8 @@ def _read(body: bytearray, mesh: Mesh, label: str) -> Wanted:
     return want_completion(request, resolve_model(mesh.config, request.model), label, max_sequences=mesh.config.max_prompts)
 
 
-COMPLETIONS = Api("/v1/completions", "text_completion", "cmpl", _read, CompletionWriter)
+def _writer(form: Form, _mesh: Mesh) -> Writer:
+    return CompletionWriter(form)
+
+
+COMPLETIONS = Api("/v1/completions", "text_completion", "cmpl", _read, _writer)

@@ -16,7 +16,7 @@ from libs.telemetry.logs import get_logger
 from libs.telemetry.tracing import TraceParent, log_ids
 from services.gateway.api import sse
 from services.gateway.api.errors import error_body, error_headers, error_struct
-from services.gateway.api.writers import Finished, Writer
+from services.gateway.api.writers import Form, Writer
 from services.gateway.connection import ClientGone, Connection, Headers, SlowReader
 from services.gateway.endings import error_of_cancel
 from services.gateway.generate import Generation
@@ -25,7 +25,7 @@ from services.gateway.mesh import Mesh
 from services.gateway.quota import Visit, visit_of
 from services.gateway.record import RequestRecord
 from services.gateway.request_id import HEADER, request_id_of
-from services.gateway.streamer import Change, Choice
+from services.gateway.streamer import Change, joined
 from services.gateway.tickets import CancelReason
 from services.gateway.wanted import Wanted
 
@@ -42,13 +42,13 @@ _log = get_logger("gateway.api")
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What differs between the generating endpoints. `read` makes Wanted of body, mesh and x-request-id."""
+    """What differs between the generating endpoints. `read` makes Wanted of body, mesh and x-request-id; `writer` writes the response."""
 
     route: str
     operation: str
     id_prefix: str
     read: Callable[[bytearray, Mesh, str], Wanted]
-    writer: Callable[[Wanted, str, int], Writer]
+    writer: Callable[[Form, Mesh], Writer]
 
 
 class GenerationEndpoint:
@@ -133,7 +133,8 @@ class _Exchange:
         connection.watch(lambda: generation.interrupt(CancelReason.CANCEL_REASON_CLIENT_DISCONNECTED))
         await generation.prepare()
         generation.submit()
-        writer = self._api.writer(wanted, record.response_id, record.started_ns // 1_000_000_000)
+        form = Form(wanted, record.response_id, record.started_ns // 1_000_000_000, generation.table, generation.choices)
+        writer = self._api.writer(form, mesh)
         if wanted.stream:
             await self._stream(generation, writer, wanted)
         else:
@@ -142,15 +143,15 @@ class _Exchange:
     async def _stream(self, generation: Generation, writer: Writer, wanted: Wanted) -> None:
         stream = sse.EventStream(self._connection, self._headers, self._mesh.config.sse_keep_alive)
         changes = await stream.wait(generation.changes)
-        data = b"".join(sse.event(chunk) for chunk in writer.opening(generation.choices))
+        data = b"".join(sse.event(chunk) for chunk in writer.opening())
         while True:
-            data += _events(writer, changes, generation.choices)
+            data += _events(writer, changes)
             if generation.ended:
                 break
             await stream.write(data)
             changes, data = await stream.wait(generation.changes), b""
         if wanted.include_usage:
-            data += sse.event(writer.usage_chunk(generation.choices))
+            data += sse.event(writer.usage_chunk())
         await stream.end(data)
 
     async def _fail(self, error: TokenloomError) -> None:
@@ -172,21 +173,18 @@ class _Exchange:
         await self._connection.respond(status, body, [*self._headers, *headers])
 
 
-def _events(writer: Writer, changes: list[Change], choices: list[Choice]) -> bytes:
-    chunks = (writer.chunk(change, choices) for change in changes)
+def _events(writer: Writer, changes: list[Change]) -> bytes:
+    chunks = (writer.chunk(change) for change in changes)
     return b"".join(sse.event(chunk) for chunk in chunks if chunk is not None)
 
 
 async def _collect(generation: Generation, writer: Writer) -> bytes:
     """Reads until every choice has ended; the response's JSON."""
-    texts: list[list[str]] = [[] for _ in generation.choices]
-    last: dict[int, Change] = {}
+    found: list[list[Change]] = [[] for _ in generation.choices]
     while not generation.ended:
         for change in await generation.changes():
-            texts[change.index].append(change.text)
-            last[change.index] = change
-    finished = [Finished(choice, "".join(texts[choice.index]), choice.ticket.output, last[choice.index]) for choice in generation.choices]
-    return msgspec.json.encode(writer.whole(finished))
+            found[change.index].append(change)
+    return msgspec.json.encode(writer.whole([joined(changes) for changes in found]))
 
 
 def _require_json(connection: Connection) -> None:

@@ -11,6 +11,12 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    """What the output's tokens were for."""
+
+    reasoning_tokens: int
+
+
 class Usage(Struct):
     """Tokens of a response."""
 
@@ -18,14 +24,79 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+class Alternative(Struct):
+    """A token that could have stood at a position. `logprob`: natural logarithm, at least -9999; `bytes`: what it adds to the text."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Alternative):
+    """A token of a chat's output."""
+
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(Struct):
+    """Log-probabilities of a chat's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct):
+    """Log-probabilities of a completion's tokens, a list per column. `text_offset`: characters of the choice's text before each token.
+    The first token of a prompt has no log-probability.
+    """
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(Struct):
+    """A token at a position of a prompt, in vLLM's shape; `rank` from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# One entry per position: id -> token. Null for the first.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+class FunctionCall(Struct):
+    """What a tool call calls. `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, kw_only=True):
+    """A call that the model makes."""
+
+    id: str
+    type: str = "function"
+    function: FunctionCall
 
 
 class ChatMessage(Struct, kw_only=True):
-    """The assistant's message of a response."""
+    """The assistant's message of a response. `content` is null where there are only calls or only reasoning. `reasoning` is the same text
+    as `reasoning_content`, under the name that vLLM's newer versions give it.
+    """
 
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -35,7 +106,7 @@ class ChatChoice(Struct):
     message: ChatMessage
     finish_reason: str
     stop_reason: str | int | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -50,6 +121,23 @@ class ChatCompletion(Struct, kw_only=True):
     usage: Usage
     system_fingerprint: None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class FunctionDelta(Struct):
+    """More of a call: its name once, then fragments of its arguments, which join to the text of a JSON object."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """More of the tool call `index`; id and type come once, with the name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
 
 
 class Delta(Struct):
@@ -57,6 +145,9 @@ class Delta(Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -64,7 +155,7 @@ class ChatChunkChoice(Struct):
 
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -80,6 +171,7 @@ class ChatChunk(Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionChoice(Struct):
@@ -87,11 +179,12 @@ class CompletionChoice(Struct):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):
