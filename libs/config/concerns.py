@@ -84,6 +84,16 @@ class StepSettings(Settings):
             )
 
 
+class TemplateSettings(Settings):
+    """The chat template."""
+
+    chat_template: str = Field(
+        "",
+        description="Jinja chat template in place of the model's: a file, or the template itself in one line. Tokenizers and workers must "
+        "be given the same: it is part of the fingerprint by which they know each other's model. Empty: the model's own.",
+    )
+
+
 class StoreSettings(Settings):
     """The shared store."""
 

@@ -31,9 +31,10 @@ SERVICE_SETTINGS: Mapping[str, frozenset[str]] = {
     | {"enable_chunked_prefill", "enable_prefix_caching", "dispatch_margin_ms", "max_lease_steps", "step_timeout"}
     | {"drain_timeout", "stats_interval"},
     "tokenizer": _COMMON
-    | {"listen", "model", "tokenizer_pool_size", "tokenizer_queue", "tokenizer_timeout", "tokenizer_memory_bytes", "drain_timeout"},
+    | {"listen", "model", "chat_template"}
+    | {"tokenizer_pool_size", "tokenizer_queue", "tokenizer_timeout", "tokenizer_memory_bytes", "drain_timeout"},
     "worker": _COMMON
-    | {"listen", "model", "store", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"}
+    | {"listen", "model", "chat_template", "store", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"}
     | {"kv_cache_memory_bytes", "gpu_memory_utilization", "threads", "batch_invariant", "kernels", "advertise_address"},
 }
 

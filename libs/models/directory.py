@@ -41,8 +41,10 @@ class GenerationDefaults:
 class ModelDirectory:
     """One model's files. Raises TokenloomError(INVALID_REQUEST) when `path` is no model directory or a file in it is broken."""
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, chat_template: str = "") -> None:
+        """`chat_template`: the operator's, in place of the model's own: a file, or the template itself. Empty: the model's."""
         self.path = Path(path)
+        self._given_template = chat_template
         for name in ("config.json", "tokenizer.json"):
             if not (self.path / name).is_file():
                 raise _broken(f"{self.path} is no model directory: it has no {name}")
@@ -73,6 +75,8 @@ class ModelDirectory:
     @cached_property
     def chat_template(self) -> str | None:
         """The Jinja source of the chat template; None: the model has none."""
+        if self._given_template:
+            return _template_of(self._given_template)
         file = self.path / "chat_template.jinja"
         if file.is_file():
             return file.read_text(encoding="utf-8")
@@ -174,6 +178,20 @@ class ModelDirectory:
         if not isinstance(content, dict):
             raise _broken(f"{file} does not hold a JSON object")
         return content
+
+
+def _template_of(given: str) -> str:
+    """A template that was given as the name of a file or as itself, in one line in which `\\n` stands for a line break (as vLLM reads it).
+
+    Raises TokenloomError(INVALID_REQUEST) for what is neither.
+    """
+    if "{{" in given or "{%" in given:
+        return given.replace("\\n", "\n")
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        message = f"chat_template: {given[:256]!r} has no {{{{ or {{% in it, as a template would, and cannot be read: {error}"
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, message, param="chat_template") from error
 
 
 def _broken(message: str) -> TokenloomError:

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from libs.config import ServiceConfig, Settings
-from libs.config.concerns import DrainSettings
+from libs.config.concerns import DrainSettings, TemplateSettings
 from libs.config.settings import Address, Amount
 
 
@@ -33,7 +33,7 @@ class PoolSettings(Settings):
     )
 
 
-class TokenizerConfig(ListenSettings, PoolSettings, DrainSettings, ServiceConfig):
+class TokenizerConfig(ListenSettings, TemplateSettings, PoolSettings, DrainSettings, ServiceConfig):
     """The tokenizer: renders chats, encodes prompts, hashes their blocks, and knows what every token spells."""
 
     section: ClassVar[str] = "tokenizer"

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from libs.config import ServiceConfig, Settings
-from libs.config.concerns import AdvertiseSettings, StepSettings, StoreSettings
+from libs.config.concerns import AdvertiseSettings, StepSettings, StoreSettings, TemplateSettings
 from libs.config.settings import Address, Amount
 
 
@@ -68,7 +68,15 @@ class MeshSettings(Settings):
 
 
 class WorkerConfig(
-    ModelSettings, CacheSettings, StepSettings, ExecutionSettings, MeshSettings, StoreSettings, AdvertiseSettings, ServiceConfig
+    ModelSettings,
+    TemplateSettings,
+    CacheSettings,
+    StepSettings,
+    ExecutionSettings,
+    MeshSettings,
+    StoreSettings,
+    AdvertiseSettings,
+    ServiceConfig,
 ):
     """The worker service: weights, KV cache, attention and sampling of one model, behind one gRPC stream."""
 

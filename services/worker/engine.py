@@ -92,7 +92,7 @@ def load(config: WorkerConfig) -> Engine:
 
     Raises TokenloomError for whatever this worker cannot serve, with a sentence that says what to change.
     """
-    directory = ModelDirectory(config.model)
+    directory = ModelDirectory(config.model, config.chat_template)
     model_config, dtype = directory.config, numerics.choose_dtype(config.dtype)
     threads = numerics.use_threads(config.threads)
     ops, executor = numerics.choose_ops(config, head_shape(model_config), dtype)

@@ -157,3 +157,19 @@ def test_an_end_of_sequence_that_is_no_token_id_is_refused_by_name(folder, value
     with pytest.raises(TokenloomError, match="eos_token_id") as caught:
         _ = model.eos_token_ids
     assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_the_operator_s_template_takes_the_place_of_the_model_s_and_is_part_of_the_fingerprint(tiny_llama_dir, tmp_path):
+    own = ModelDirectory(tiny_llama_dir)
+    file = tmp_path / "mine.jinja"
+    file.write_text("a\n{{ messages }}")
+    by_file, by_text = ModelDirectory(tiny_llama_dir, str(file)), ModelDirectory(tiny_llama_dir, r"a\n{{ messages }}")
+    assert by_file.chat_template == by_text.chat_template == "a\n{{ messages }}"
+    assert by_file.tokenizer_fingerprint == by_text.tokenizer_fingerprint != own.tokenizer_fingerprint
+
+
+@pytest.mark.parametrize("given", ["nowhere.jinja", "x" * 5000])
+def test_a_template_that_is_neither_file_nor_template_is_refused_by_name(tiny_llama_dir, given):
+    with pytest.raises(TokenloomError, match="chat_template: ") as caught:
+        _ = ModelDirectory(tiny_llama_dir, given).chat_template
+    assert caught.value.param == "chat_template"
