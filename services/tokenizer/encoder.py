@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -15,6 +17,12 @@ from libs.packing import count_ids, pack_ids, unpack_ids
 from services.tokenizer.templates import ChatTemplate
 from tokenloom.tokenizer.v1 import tokenizer_pb2
 
+# Of the templates that requests bring: the longest, in characters, and how many stay compiled.
+MAX_TEMPLATE_CHARS = 1 << 17
+MAX_CLIENT_TEMPLATES = 16
+
+SpecialTokens = tokenizer_pb2.SpecialTokens
+
 
 class Encoder:
     """A model's tokenizer (as load_tokenizer gives it) and its template."""
@@ -25,8 +33,10 @@ class Encoder:
         self._fingerprint = model.tokenizer_fingerprint
         self._vocab_size = model.vocab_size
         self._longest_token = longest_token(tokenizer)
+        self._special_tokens = model.special_tokens
         source = model.chat_template
         self._template = ChatTemplate(source, model.special_tokens) if source is not None else None
+        self._clients_templates: OrderedDict[str, ChatTemplate] = OrderedDict()
 
     def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
         """The response, with queue_us left 0. Raises TokenloomError as TokenizerService.Encode says."""
@@ -34,8 +44,7 @@ class Encoder:
         kind = request.WhichOneof("input")
         text = self._render(request.chat) if kind == "chat" else request.text
         rendered = time.monotonic_ns()
-        self._refuse_far_too_long(text, kind, request.max_tokens)
-        ids = _checked_ids(request.token_ids.ids) if kind == "token_ids" else self._encode_text(text, add_special_tokens=kind == "text")
+        ids = self._ids(request, kind, text)
         self._check(ids, kind, request.max_tokens)
         hashes = b"".join(block_hashes(ids, request.hash_salt))
         return tokenizer_pb2.EncodeResponse(
@@ -45,18 +54,65 @@ class Encoder:
             render_us=max(1, (rendered - began) // 1000) if kind == "chat" else 0,
             encode_us=(time.monotonic_ns() - rendered) // 1000,
             tokenizer_fingerprint=self._fingerprint,
+            bad_words=self._bad_words(request.bad_words),
+            text=self._tokenizer.decode(ids, skip_special_tokens=False) if request.want_text else "",
         )
 
+    def _ids(self, request: tokenizer_pb2.EncodeRequest, kind: str | None, text: str) -> list[int]:
+        """The ids of the prompt, cut to its end where that is wanted."""
+        if not request.keep_last:  # what is cut cannot be too long
+            self._refuse_far_too_long(text, kind, request.max_tokens)
+        if kind == "token_ids":
+            ids = _checked_ids(request.token_ids.ids)
+        else:
+            special = request.special_tokens
+            added = special == SpecialTokens.SPECIAL_TOKENS_ADD or (special == SpecialTokens.SPECIAL_TOKENS_UNSPECIFIED and kind == "text")
+            ids = self._encode_text(text, add_special_tokens=added)
+        return ids[-request.keep_last :] if request.keep_last else ids
+
     def _render(self, chat: tokenizer_pb2.Chat) -> str:
-        if self._template is None:
+        template = self._clients_template(chat.template) if chat.template else self._template
+        if template is None:
             raise TokenloomError(ErrorCode.TEMPLATE_ERROR, "the model has no chat template; use /v1/completions", param="messages")
-        return self._template.render(
+        return template.render(
             _json(chat.messages_json, list, "messages"),
             tools=_json(chat.tools_json, list, "tools"),
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             variables=_json(chat.template_kwargs_json, dict, "chat_template_kwargs"),
         )
+
+    def _clients_template(self, source: str) -> ChatTemplate:
+        """A template that a request brought, compiled; the last few stay compiled."""
+        if len(source) > MAX_TEMPLATE_CHARS:
+            message = f"chat_template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are allowed"
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, message, param="chat_template")
+        template = self._clients_templates.pop(source, None)
+        if template is None:
+            try:
+                template = ChatTemplate(source, self._special_tokens, owner="chat_template")
+            except TokenloomError as error:
+                error.param = "chat_template"
+                raise
+            if len(self._clients_templates) >= MAX_CLIENT_TEMPLATES:
+                self._clients_templates.popitem(last=False)
+        self._clients_templates[source] = template
+        return template
+
+    def _bad_words(self, words: Sequence[str]) -> list[bytes]:
+        """The spellings of words that must not occur: as a text begins with it and, where that is other, as it follows a blank.
+
+        A spelling that ends with the word's first one is left out: whoever cannot write the one cannot write the other.
+        Raises TokenloomError(INVALID_REQUEST) for a word that is empty.
+        """
+        spellings: list[bytes] = []
+        for index, word in enumerate(words):
+            bare = word.lstrip(" ")
+            first, *others = (self._encode_text(spelled, add_special_tokens=False) for spelled in (bare, f" {bare}"))
+            if not bare or not first:
+                raise TokenloomError(ErrorCode.INVALID_REQUEST, f"bad_words[{index}] must not be empty", param="bad_words")
+            spellings += [pack_ids(ids) for ids in (first, *others) if ids is first or ids[-len(first) :] != first]
+        return spellings
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(_scalar_values(text), add_special_tokens=add_special_tokens).ids

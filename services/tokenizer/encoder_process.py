@@ -1,4 +1,4 @@
-"""The encoder process: `python -m services.tokenizer.encoder_process MODEL_DIR MEMORY_BYTES`, frames on stdin and stdout.
+"""The encoder process: `python -m services.tokenizer.encoder_process MODEL_DIR MEMORY_BYTES [CHAT_TEMPLATE]`, frames on stdin and stdout.
 
 A frame is a little-endian uint32 length, one byte of kind and the payload:
 
@@ -69,7 +69,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent drains first, then closes stdin
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints must not break the frames
-    model = ModelDirectory(sys.argv[1])
+    model = ModelDirectory(sys.argv[1], *sys.argv[3:])
     tokenizer = load_tokenizer(model)
     # Before the template: Jinja computes its constant expressions while it compiles.
     limit_memory(int(sys.argv[2]))

@@ -27,6 +27,7 @@ from services.tokenizer.config import TokenizerConfig
 from services.tokenizer.encoder import check_range, load_tokenizer
 from services.tokenizer.metrics import TokenizerMetrics
 from services.tokenizer.pool import EncoderPool
+from services.tokenizer.templates import tool_support
 from tokenloom.common.v1 import common_pb2
 from tokenloom.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -48,12 +49,15 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._tracer, self._clock, self._metrics = tracer, clock, metrics
         self._vocab_size = model.vocab_size
         self._table_message = table.to_proto()
+        tools = tool_support(model.chat_template)
         self._description = tokenizer_pb2.DescribeResponse(
             fingerprints=common_pb2.Fingerprints(tokenizer=table.fingerprint),
             vocab_size=table.vocab_size,
             has_chat_template=model.chat_template is not None,
             block_size=BLOCK_SIZE,
             text_table_verified=table.verified,
+            tool_format=tools.format,
+            template_knows_tools=tools.rendered,
         )
 
     async def Describe(self, request: tokenizer_pb2.DescribeRequest, context: _Context) -> tokenizer_pb2.DescribeResponse:
@@ -120,7 +124,8 @@ def _encode_attributes(response: tokenizer_pb2.EncodeResponse) -> dict[str, Attr
 
 def encoder_command(config: TokenizerConfig) -> list[str]:
     """What starts one encoder process."""
-    return [sys.executable, "-m", "services.tokenizer.encoder_process", config.model, str(config.tokenizer_memory_bytes)]
+    module = "services.tokenizer.encoder_process"
+    return [sys.executable, "-m", module, config.model, str(config.tokenizer_memory_bytes), config.chat_template]
 
 
 async def run(config: TokenizerConfig, stop: asyncio.Event) -> int:
@@ -128,7 +133,7 @@ async def run(config: TokenizerConfig, stop: asyncio.Event) -> int:
     clock, metrics = SystemClock(), TokenizerMetrics()
     tracer = Tracer.of_process("tokenizer", config.instance, config.otlp_endpoint)
     tracer.count_in(metrics.registry)
-    model = ModelDirectory(config.model)
+    model = ModelDirectory(config.model, config.chat_template)
     pool = EncoderPool(
         encoder_command(config),
         size=config.tokenizer_pool_size,

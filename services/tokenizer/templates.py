@@ -8,35 +8,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
-import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from libs.errors import ErrorCode, TokenloomError
+from services.tokenizer.tools import as_text, tool_format, with_objects
 
 # Ends the last message while it is rendered, to find where the model is to go on. The space tells whether the template strips contents.
 _OPEN_END = "\N{NULL}tokenloom-continue\N{NULL}"
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
+@dataclass(frozen=True, slots=True)
+class ToolSupport:
+    """How a template deals with tools. `format`: see services.tokenizer.tools.tool_format; `rendered`: it renders `tools` by itself, as
+    text they are given to one that does not; `calls_rendered`: it renders the calls in messages.
+    """
+
+    format: str
+    rendered: bool
+    calls_rendered: bool
+
+
+def tool_support(source: str | None) -> ToolSupport:
+    """What a template's text says of tools; it is read here and not run. None: no template, no support. Raises jinja2.TemplateError."""
+    if source is None:
+        return ToolSupport("", rendered=False, calls_rendered=False)
+    names = _environment().parse(source).find_all(nodes.Name)
+    rendered = any(name.name == "tools" and name.ctx == "load" for name in names)
+    return ToolSupport(tool_format(source, knows_tools=rendered), rendered, calls_rendered="tool_calls" in source)
+
+
 class ChatTemplate:
     """A compiled chat template and the special tokens that are its variables."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises TokenloomError(TEMPLATE_ERROR) when the source is no valid template."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
-        environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, owner: str = "the model's chat template") -> None:
+        """`owner` names the template in errors. Raises TokenloomError(TEMPLATE_ERROR) when the source is no valid template."""
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise TokenloomError(ErrorCode.TEMPLATE_ERROR, f"the model's chat template is broken: {error}") from error
+            self._tools = tool_support(source)
+            self._template = _environment().from_string(source)
+        except Exception as error:  # what is nested too deeply fails in Python's own compiler, in several ways
+            reason = str(error) or type(error).__name__
+            raise TokenloomError(ErrorCode.TEMPLATE_ERROR, f"{owner} is broken: {reason}") from error
 
     def render(
         self,
@@ -50,11 +70,14 @@ class ChatTemplate:
         """The prompt of a chat. With `continue_final_message` it ends where the last message's content ends.
 
         Raises TokenloomError: TEMPLATE_ERROR with the template's own message or what went wrong in it; INVALID_REQUEST for variables
-        that would replace the chat itself, or an open end that cannot be.
+        that would replace the chat itself, tool calls that are none, or an open end that cannot be.
         """
         taken = [name for name in variables or () if name in _RESERVED]
         if taken:
             raise _invalid(f"chat_template_kwargs cannot set {', '.join(taken)}", "chat_template_kwargs")
+        messages = with_objects(messages)
+        if not self._tools.rendered:
+            messages = as_text(messages, tools, calls_too=not self._tools.calls_rendered)
         if continue_final_message:
             messages = _with_open_end(messages, add_generation_prompt)
         try:
@@ -69,6 +92,13 @@ class ChatTemplate:
             reason = str(error) or type(error).__name__
             raise TokenloomError(ErrorCode.TEMPLATE_ERROR, f"the chat template failed: {reason}", param="messages") from error
         return _cut_at_open_end(text) if continue_final_message else text
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
 
 
 class GenerationTag(Extension):

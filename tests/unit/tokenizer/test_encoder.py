@@ -15,7 +15,7 @@ from libs.blocks import block_hashes
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.directory import ModelDirectory
 from libs.packing import pack_ids, unpack_ids
-from services.tokenizer.encoder import Encoder, load_tokenizer, longest_token
+from services.tokenizer.encoder import MAX_CLIENT_TEMPLATES, MAX_TEMPLATE_CHARS, Encoder, load_tokenizer, longest_token
 from services.tokenizer.encoder_process import ENCODE, ENCODED, READY, REFUSED, answer, frame, read_frame
 from tests.support.tiny_llama import make_tiny_llama, tiny_tokenizer_json
 from tokenloom.common.v1 import common_pb2
@@ -78,23 +78,6 @@ def test_ids_are_taken_as_they_are(encoder):
     assert response.block_hashes == b"".join(block_hashes(ids))
 
 
-def test_plain_text_gets_the_tokens_that_the_tokenizer_adds_and_a_chat_does_not(tmp_path):
-    folder = make_tiny_llama(tmp_path / "bos")
-    special = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
-    template = {
-        "type": "TemplateProcessing",
-        "single": [special, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [special, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json() | {"post_processor": template}))
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    encoder = load(folder)
-    assert unpack_ids(encoder.encode(request(text="a")).token_ids) == [1, 3 + ord("a")]
-    assert unpack_ids(encoder.encode(request(text="")).token_ids) == [1]
-    assert 1 not in unpack_ids(encoder.encode(chat()).token_ids)
-
-
 def test_truncation_and_padding_left_over_from_training_are_switched_off(tmp_path):
     folder = make_tiny_llama(tmp_path / "m")
     truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
@@ -110,6 +93,116 @@ def test_half_a_surrogate_pair_becomes_a_replacement_and_a_whole_one_its_charact
 
     assert ids(r"\ud83d\ude00") == ids("😀")
     assert ids(r"\ud83d!") == ids("\ufffd!")
+
+
+ADD, NONE = tokenizer_pb2.SPECIAL_TOKENS_ADD, tokenizer_pb2.SPECIAL_TOKENS_NONE
+
+
+@pytest.fixture(scope="module")
+def bos_encoder(tmp_path_factory):
+    """Its tokenizer begins every text with id 1, if special tokens are added."""
+    folder = make_tiny_llama(tmp_path_factory.mktemp("special") / "bos")
+    special = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [special, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [special, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tiny_tokenizer_json() | {"post_processor": template}))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    return load(folder)
+
+
+@pytest.mark.parametrize(
+    ("message", "begins"),
+    [
+        (request(text="a"), True),
+        (request(text="a", special_tokens=ADD), True),
+        (request(text="a", special_tokens=NONE), False),
+        (request(text="", special_tokens=ADD), True),
+        (chat(), False),
+    ],
+)
+def test_special_tokens_are_added_to_text_unless_the_caller_says_otherwise(bos_encoder, message, begins):
+    assert (unpack_ids(bos_encoder.encode(message).token_ids)[0] == 1) is begins
+
+
+def test_special_tokens_can_be_added_to_a_chat(bos_encoder):
+    message = chat()
+    message.special_tokens = ADD
+    assert unpack_ids(bos_encoder.encode(message).token_ids)[0] == 1
+
+
+@pytest.mark.parametrize("keep", [1, 5, 16, 17, 100])
+def test_the_end_of_a_prompt_is_kept_and_hashed(encoder, keep):
+    text = "x" * 40
+    whole = unpack_ids(encoder.encode(request(text=text)).token_ids)
+    cut = encoder.encode(request(text=text, keep_last=keep, max_tokens=40, hash_salt=b"s"))
+    assert unpack_ids(cut.token_ids) == whole[-keep:]
+    assert cut.block_hashes == b"".join(block_hashes(whole[-keep:], b"s"))
+
+
+def test_a_prompt_is_cut_before_its_length_is_checked(encoder):
+    assert len(unpack_ids(encoder.encode(request(text="x" * 1000, keep_last=8, max_tokens=8)).token_ids)) == 8
+    ids = ids_request(pack_ids([5, 6, 7]))
+    ids.keep_last, ids.max_tokens = 2, 2
+    assert unpack_ids(encoder.encode(ids).token_ids) == [6, 7]
+    assert refusal(encoder, request(text="x" * 1000, keep_last=9, max_tokens=8)).code is ErrorCode.PROMPT_TOO_LONG
+
+
+def test_a_bad_word_is_spelled_as_a_text_begins_with_it_and_as_it_follows_a_blank(encoder, tiny_llama_dir):
+    tokenizer = load_tokenizer(ModelDirectory(tiny_llama_dir))
+    response = encoder.encode(request(text="a", bad_words=["the", "  the", "zz"]))
+    the, blank_the, zz = (tokenizer.encode(text).ids for text in ("the", " the", "zz"))
+    assert len(blank_the) == 1
+    # After a blank "zz" is spelled as at the start of a text, and a ban of that holds there too.
+    assert tokenizer.encode(" zz").ids[1:] == zz
+    assert [unpack_ids(ids) for ids in response.bad_words] == [the, blank_the, the, blank_the, zz]
+
+
+def test_bad_words_are_never_spelled_with_special_tokens(bos_encoder):
+    assert [unpack_ids(ids) for ids in bos_encoder.encode(request(text="a", bad_words=["zz"])).bad_words] == [[3 + ord("z")] * 2]
+
+
+@pytest.mark.parametrize("word", ["", " "])
+def test_an_empty_bad_word_is_refused(encoder, word):
+    error = refusal(encoder, request(text="a", bad_words=["x", word]))
+    assert (error.code, error.param) == (ErrorCode.INVALID_REQUEST, "bad_words")
+    assert "bad_words[1]" in error.message
+
+
+def test_the_text_of_a_prompt_is_what_its_ids_spell(encoder):
+    assert encoder.encode(request(text="the hall é", want_text=True)).text == "the hall é"
+    assert encoder.encode(request(text="the hall")).text == ""
+    ids = ids_request(pack_ids([1, 3 + ord("a"), 2]))
+    ids.want_text = True
+    assert encoder.encode(ids).text == "<|im_start|>a<|im_end|>"
+    assert encoder.encode(request(text="abcdef", keep_last=2, want_text=True)).text == "ef"
+
+
+def test_a_client_s_template_takes_the_place_of_the_model_s(encoder):
+    response = encoder.encode(
+        request(chat=tokenizer_pb2.Chat(messages_json=USER, template="{{ bos_token }}<{{ messages[0].content }}>"), want_text=True)
+    )
+    assert response.text == "<|im_start|><the hall>"
+
+
+def test_client_templates_stay_compiled_and_their_number_is_bounded(tiny_llama_dir):
+    encoder = load(tiny_llama_dir)
+    for number in [*range(40), 39, 38]:
+        assert unpack_ids(encoder.encode(chat(template=f"T{number:02}")).token_ids) == [3 + byte for byte in f"T{number:02}".encode()]
+    assert len(encoder._clients_templates) == MAX_CLIENT_TEMPLATES
+    assert list(encoder._clients_templates)[-2:] == ["T39", "T38"]
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{" + "(" * 30_000, "{% if x %}" * 2000 + "{% endif %}" * 2000, "x" * (MAX_TEMPLATE_CHARS + 1)]
+)
+def test_a_client_s_broken_template_is_refused_by_name(encoder, source):
+    error = refusal(encoder, chat(template=source))
+    assert error.param == "chat_template"
+    assert error.code in (ErrorCode.TEMPLATE_ERROR, ErrorCode.INVALID_REQUEST)
 
 
 @pytest.mark.parametrize(
