@@ -115,9 +115,13 @@ class Clients:
     def publish(self, effects: Effects) -> None:
         """Hands deltas and endings to the sessions' outboxes, then counts and traces."""
         touched: set[GatewaySession] = set()
+        for told in effects.told:
+            client = self._clients[told.request.key]
+            client.session.outbox.add_positions(told.request.key.id, told.first, told.logprobs)
+            touched.add(client.session)
         for delta in effects.deltas:
             client = self._clients[delta.request.key]
-            client.session.outbox.add_tokens(delta.request.key.id, delta.first_index, delta.tokens)
+            client.session.outbox.add_tokens(delta.request.key.id, delta.first_index, delta.tokens, delta.logprobs)
             touched.add(client.session)
             self._metrics.generation_tokens.inc(len(delta.tokens))
         for request in effects.ended:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from libs.blocks import HASH_BYTES
 from libs.clock import Clock
 from libs.errors import ErrorCode, TokenloomError
+from libs.logprobs import PackedLogprobs
 from libs.packing import pack_ids, unpack_ids
 from libs.sampling import SamplingParams
 from libs.telemetry.tracing import TraceParent
 from services.scheduler.core.naming import extend_names
-from services.scheduler.core.plan import BatchOutcome, Cut, PlannedOpen, RowOutcome, StepOutcome, StepPlan, StepTimings
+from services.scheduler.core.plan import BatchOutcome, Cut, PlannedOpen, RowOutcome, RowPositions, StepOutcome, StepPlan, StepTimings
 from services.scheduler.core.request import CancelReason, Request, RequestKey, Timeline
 from services.scheduler.core.stopping import FinishReason, Stop, StopRules, StopTracker
 from tokenloom.common.v1 import common_pb2
@@ -52,11 +53,13 @@ _CANCEL_BACK: dict[int, CancelReason] = {int(wire): reason for reason, wire in _
 
 @dataclass(frozen=True, slots=True)
 class SubmitRules:
-    """What a submit must keep to: the served model's stopping, the number of its ids, and whether priorities are served."""
+    """What a submit must keep to: the served model's stopping, the number of its ids, whether priorities are served, and how many
+    alternatives log-probabilities may list."""
 
     stopping: StopRules
     vocab_size: int
     priorities: bool = False
+    max_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +132,11 @@ def _check_submit(submit: scheduler_pb2.Submit, rules: SubmitRules) -> None:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, message, param="priority")
     if submit.choices > 1:
         raise TokenloomError(ErrorCode.UNSUPPORTED, "a submit stands for one choice; each further one names its parent", param="n")
-    if submit.sampling.HasField("logprobs") or submit.sampling.HasField("prompt_logprobs"):
-        raise TokenloomError(ErrorCode.UNSUPPORTED, "log-probabilities are not built yet", param="logprobs")
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(submit.sampling, name)
+        if asked > rules.max_logprobs:
+            message = f"{name} must be at most {rules.max_logprobs} here (--max-logprobs); got {asked}"
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, message, param=name)
 
 
 def to_batch(plan: StepPlan, trace_of: Callable[[RequestKey], WireTrace | None]) -> worker_pb2.StepBatch:
@@ -162,6 +168,8 @@ def _to_open(entry: PlannedOpen, trace: WireTrace | None) -> worker_pb2.Open:
         block_ids=pack_ids(entry.blocks),
         sampling=request.sampling.to_proto(),
     )
+    if not request.needs_positions:  # a worker that goes on need not work out again what has been told
+        message.sampling.ClearField("prompt_logprobs")
     if trace is not None:
         message.trace.traceparent, message.trace.tracestate = str(trace.prefill), trace.prefill.state
         message.decode_span_id, message.request_span_id = trace.decode_span_id, trace.request_span_id
@@ -169,7 +177,10 @@ def _to_open(entry: PlannedOpen, trace: WireTrace | None) -> worker_pb2.Open:
 
 
 def from_result(result: worker_pb2.StepResult) -> StepOutcome:
-    """A worker's answer as the core knows it. Outcomes that this version does not know count as failed."""
+    """A worker's answer as the core knows it. Outcomes that this version does not know count as failed.
+
+    Raises ValueError when its arrays disagree in length.
+    """
     tokens, drawn, at = list[Sequence[int]](), unpack_ids(result.token_ids), 0
     for count in result.token_counts:
         tokens.append(drawn[at : at + count])
@@ -183,7 +194,15 @@ def from_result(result: worker_pb2.StepResult) -> StepOutcome:
         tokens,
         TokenloomError.from_proto(result.error) if result.HasField("error") else None,
         StepTimings(timings.queued_us, timings.prepare_us, timings.forward_us, timings.sample_us, timings.total_us, timings.idle_us),
+        _logprobs_of(result),
+        {entry.row: RowPositions(entry.first_position, PackedLogprobs.from_proto(entry.logprobs)) for entry in result.prompt_positions},
     )
+
+
+def _logprobs_of(result: worker_pb2.StepResult) -> list[PackedLogprobs]:
+    if len(result.logprobs) not in (0, len(result.row_outcomes)):
+        raise ValueError(f"log-probabilities of {len(result.logprobs)} rows in an answer of {len(result.row_outcomes)}")
+    return [PackedLogprobs.from_proto(message) for message in result.logprobs]
 
 
 def to_cut(cut: Cut) -> worker_pb2.Cut:

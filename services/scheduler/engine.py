@@ -133,7 +133,10 @@ class Engine:
             log.warning("the context length changes with the only worker", was=before.max_model_len, max_model_len=facts.max_model_len)
         policy, limits = Policy(self._config.scheduling_policy), limits_of(self._config, facts)
         stopping = StopRules(tuple(facts.eos_token_ids), facts.max_model_len, self._table)
-        self.shard.facts, self.shard.rules = facts, SubmitRules(stopping, facts.vocab_size, priorities=policy is Policy.PRIORITY)
+        self.shard.facts = facts
+        self.shard.rules = SubmitRules(
+            stopping, facts.vocab_size, priorities=policy is Policy.PRIORITY, max_logprobs=min(facts.max_logprobs, facts.vocab_size)
+        )
         if self.shard.state is None:
             self.shard.state = SchedulerState(limits, policy)
         self.shard.state.limits = limits

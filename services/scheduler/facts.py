@@ -40,6 +40,9 @@ def check_fit(
     if facts.max_model_len < length:  # one that could hold longer sequences than the mesh's is welcome
         served = facts.max_model_len
         raise TokenloomError(ErrorCode.FINGERPRINT_MISMATCH, f"worker {worker}: its max_model_len is {served}, the mesh has {length}")
+    if facts.max_logprobs < shape.max_logprobs:
+        listed = facts.max_logprobs
+        raise TokenloomError(ErrorCode.CANNOT_FIT, f"worker {worker}: its --max-logprobs is {listed}, the mesh has {shape.max_logprobs}")
     budget = min(config.max_num_batched_tokens, shape.max_tokens_per_step)
     if facts.max_tokens_per_step < budget:
         held = facts.max_tokens_per_step
@@ -89,6 +92,7 @@ def model_facts(facts: worker_pb2.WorkerFacts, config: SchedulerConfig) -> sched
         defaults=facts.defaults,
         priority_scheduling=config.scheduling_policy == "priority",
         max_live_sequences=config.max_queue,
+        max_logprobs=facts.max_logprobs,
         max_live_tokens=config.max_queue_tokens,
     )
 

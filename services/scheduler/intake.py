@@ -93,7 +93,7 @@ class Intake:
                 log.warning("submit of a live request ignored", request=str(key), attempt=submit.attempt, **_trace_of(parent))
                 return
             self._cancel(key, CancelReason.SESSION_LOST)
-            session.outbox.deltas.pop(submit.id, None)  # of the older attempt; the new one begins where the gateway says
+            session.outbox.forget(submit.id)
         request, stop = self._read(session, submit, rules, state.next_arrival(), now)
         state.accept(request)
         self._clients.accepted(request, session, RequestTrace(parent, submit.label) if parent else None)

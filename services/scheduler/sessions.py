@@ -16,10 +16,12 @@ from typing import Any, Protocol
 import grpc
 
 from libs.errors import ErrorCode, TokenloomError
+from libs.logprobs import PackedLogprobs
 from libs.packing import pack_ids
 from libs.rpc import PROTOCOL_VERSION, abort
 from libs.telemetry.logs import get_logger
 from services.scheduler.core.request import RequestKey
+from tokenloom.common.v1 import common_pb2
 from tokenloom.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 STALL_SECONDS = 10.0
@@ -28,6 +30,8 @@ _FRAMES_PER_TURN = 16
 # What reading or writing a stream raises when it is over.
 _HUNG_UP = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
+_NO_LOGPROBS = common_pb2.Logprobs()
+
 log = get_logger(__name__)
 
 
@@ -35,6 +39,7 @@ log = get_logger(__name__)
 class _Entry:
     first_index: int
     tokens: list[int] = field(default_factory=list)
+    logprobs: PackedLogprobs | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +47,7 @@ class Outbox:
     """What a session has not sent yet, merged by request."""
 
     accepted: list[int] = field(default_factory=list)
+    told: dict[int, tuple[int, PackedLogprobs]] = field(default_factory=dict)
     deltas: dict[int, _Entry] = field(default_factory=dict)
     endings: list[scheduler_pb2.Ending] = field(default_factory=list)
     welcome: scheduler_pb2.Welcome | None = None
@@ -50,19 +56,32 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send."""
-        return not (self.accepted or self.deltas or self.endings or self.welcome or self.window_changed)
+        return not (self.accepted or self.told or self.deltas or self.endings or self.welcome or self.window_changed)
 
-    def add_tokens(self, request_id: int, first_index: int, tokens: Sequence[int]) -> None:
-        """Appends a delta; consecutive ones of a request become one."""
+    def add_tokens(self, request_id: int, first_index: int, tokens: Sequence[int], logprobs: PackedLogprobs | None = None) -> None:
+        """Appends a delta; consecutive ones of a request become one. `logprobs`: of each token, or of none of the request's at all."""
         entry = self.deltas.get(request_id)
         if entry is None:
             self.deltas[request_id] = entry = _Entry(first_index)
         entry.tokens.extend(tokens)
+        if logprobs is not None:
+            entry.logprobs = _joined(entry.logprobs, logprobs)
+
+    def add_positions(self, request_id: int, first: int, logprobs: PackedLogprobs) -> None:
+        """Appends log-probabilities of a prompt; consecutive ones of a request become one."""
+        known = self.told.get(request_id)
+        self.told[request_id] = (first, _joined(None, logprobs)) if known is None else (known[0], _joined(known[1], logprobs))
+
+    def forget(self, request_id: int) -> None:
+        """Drops a request's output: of an older attempt; the new one begins where the gateway says."""
+        self.deltas.pop(request_id, None)
+        self.told.pop(request_id, None)
 
     def take(self, session: int, window: scheduler_pb2.Window) -> scheduler_pb2.SchedulerFrame:
         """Everything as one frame of packed arrays; the outbox is empty afterwards."""
-        deltas, endings, accepted, welcome = self.deltas, self.endings, self.accepted, self.welcome
-        self.deltas, self.endings, self.accepted, self.welcome, self.window_changed = {}, [], [], None, False
+        deltas, endings, accepted, welcome, told = self.deltas, self.endings, self.accepted, self.welcome, self.told
+        self.deltas, self.endings, self.accepted, self.welcome, self.told, self.window_changed = {}, [], [], None, {}, False
+        logprobs = [entry.logprobs.to_proto() if entry.logprobs is not None else _NO_LOGPROBS for entry in deltas.values()]
         return scheduler_pb2.SchedulerFrame(
             session=session,
             welcome=welcome,
@@ -73,7 +92,20 @@ class Outbox:
             counts=[len(entry.tokens) for entry in deltas.values()],
             token_ids=pack_ids(itertools.chain.from_iterable(entry.tokens for entry in deltas.values())),
             endings=endings,
+            logprobs=logprobs if any(entry.logprobs is not None for entry in deltas.values()) else (),
+            prompt_positions=[
+                scheduler_pb2.PromptPositions(id=request_id, first_position=first, logprobs=positions.to_proto())
+                for request_id, (first, positions) in told.items()
+            ],
         )
+
+
+def _joined(known: PackedLogprobs | None, news: PackedLogprobs) -> PackedLogprobs:
+    """What is known, which grows, with what follows it."""
+    if known is None:
+        known = PackedLogprobs(news.alternatives)
+    known.extend(news)
+    return known
 
 
 @dataclass(slots=True, eq=False)

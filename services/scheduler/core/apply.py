@@ -6,12 +6,25 @@ A result is resolved through the stored plan of its batch number. Late, duplicat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from libs.blocks import BLOCK_SIZE
 from libs.errors import ErrorCode, TokenloomError
+from libs.logprobs import PackedLogprobs
 from services.scheduler.core.leases import open_lease
 from services.scheduler.core.naming import extend_names
-from services.scheduler.core.plan import BatchOutcome, Cut, Delta, Effects, PlannedRow, RowOutcome, StepOutcome, StepPlan
+from services.scheduler.core.plan import (
+    BatchOutcome,
+    Cut,
+    Delta,
+    Effects,
+    PlannedRow,
+    RowOutcome,
+    RowPositions,
+    StepOutcome,
+    StepPlan,
+    Told,
+)
 from services.scheduler.core.request import Ending, Request, RequestState, Residency, WaitReason
 from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import FinishReason
@@ -93,7 +106,7 @@ def _apply_ok(state: SchedulerState, group: Group, plan: StepPlan, outcome: Step
     device_us, ended = outcome.timings.forward_us + outcome.timings.sample_us, RequestState.ENDED
     if plan.is_later:
         _count_later_step(state, plan)
-    for row, row_outcome, tokens in zip(plan.rows, outcome.rows, outcome.tokens, strict=True):
+    for index, (row, row_outcome, tokens) in enumerate(zip(plan.rows, outcome.rows, outcome.tokens, strict=True)):
         if row_outcome not in _COMPUTED:
             row.residency.void = True
         if not row.residency.void:
@@ -102,7 +115,8 @@ def _apply_ok(state: SchedulerState, group: Group, plan: StepPlan, outcome: Step
         if row.request.state is ended:
             continue
         row.request.timeline.device_us += device_us
-        _apply_row(state, group, row, row_outcome, tokens, now_ns, effects)
+        drawn = _Drawn(tokens, outcome.logprobs[index] if outcome.logprobs else None, outcome.positions.get(index))
+        _apply_row(state, group, row, row_outcome, drawn, now_ns, effects)
     group.ledger.resolve(plan.settles)
     state.quarantine.clear(row.request for row in plan.rows)
     _recover_if_drained(state, group, now_ns, effects)
@@ -115,12 +129,52 @@ def _count_later_step(state: SchedulerState, plan: StepPlan) -> None:
         row.request.timeline.steps += 1
 
 
+class _Drawn(NamedTuple):
+    """What a row yielded."""
+
+    tokens: Sequence[int]
+    logprobs: PackedLogprobs | None
+    positions: RowPositions | None
+
+
+def _fault(row: PlannedRow, drawn: _Drawn) -> str:
+    """What its row was owed and did not yield; empty: nothing."""
+    sampling, tokens = row.request.sampling, len(drawn.tokens)
+    if tokens != row.sample:
+        return f"a row with {int(row.sample)} samples returned {tokens} tokens"
+    if tokens and sampling.logprobs is not None and not _lists(drawn.logprobs, tokens, sampling.logprobs):
+        return f"a token came without the log-probabilities of {sampling.logprobs} alternatives"
+    first, reach = row.request.told, _reach(row)
+    if row.request.needs_positions and reach > first:
+        told = drawn.positions
+        if told is None or told.first > first or not _lists(told.logprobs, reach - told.first, sampling.prompt_logprobs):
+            return f"log-probabilities of prompt positions {first} to {reach - 1} are missing"
+    return ""
+
+
+def _lists(logprobs: PackedLogprobs | None, positions: int, alternatives: int | None) -> bool:
+    return logprobs is not None and len(logprobs) == positions and logprobs.alternatives == alternatives
+
+
+def _reach(row: PlannedRow) -> int:
+    """Prompt positions that are known once the row is computed: its last token's logits are those of the position behind it."""
+    return min(row.start + row.count + 1, len(row.request.prompt_ids))
+
+
+def _tell_positions(row: PlannedRow, positions: RowPositions | None, effects: Effects) -> None:
+    """Each position once: what an earlier admission told already is left out."""
+    request, reach = row.request, _reach(row)
+    if request.needs_positions and positions is not None and reach > request.told:
+        effects.told.append(Told(request, request.told, positions.logprobs.piece(request.told - positions.first)))
+        request.told = reach
+
+
 def _apply_row(
     state: SchedulerState,
     group: Group,
     row: PlannedRow,
     outcome: RowOutcome,
-    tokens: Sequence[int],
+    drawn: _Drawn,
     now_ns: int,
     effects: Effects,
 ) -> None:
@@ -133,16 +187,17 @@ def _apply_row(
             state.requeue(request, "not_run", now_ns)
     elif row.residency.void:
         return
-    elif len(tokens) != row.sample:
-        error = TokenloomError(ErrorCode.PROTOCOL_VIOLATION, f"a row with {int(row.sample)} samples returned {len(tokens)} tokens")
+    elif fault := _fault(row, drawn):
+        error = TokenloomError(ErrorCode.PROTOCOL_VIOLATION, fault)
         state.finish(request, Ending(FinishReason.FAILED, error=error), now_ns, effects)
     else:
         if request.residency is row.residency:
             row.residency.computed = row.start + row.count
             if row.prefill and request.prompt_is_computed:
                 state.release_children(request)
-        if tokens:
-            _accept_tokens(state, request, tokens, now_ns, effects)
+        _tell_positions(row, drawn.positions, effects)
+        if drawn.tokens:
+            _accept_tokens(state, request, drawn, now_ns, effects)
         if outcome is RowOutcome.CONSTRAINT_COMPLETE and request.state is not RequestState.ENDED:
             state.finish(request, Ending(FinishReason.CONSTRAINT_COMPLETE), now_ns, effects)
         residency = request.residency
@@ -150,9 +205,9 @@ def _apply_row(
             _publish_outputs(group, request, residency)
 
 
-def _accept_tokens(state: SchedulerState, request: Request, tokens: Sequence[int], now_ns: int, effects: Effects) -> None:
-    outputs, timeline = request.output_ids, request.timeline
-    first = len(outputs)
+def _accept_tokens(state: SchedulerState, request: Request, drawn: _Drawn, now_ns: int, effects: Effects) -> None:
+    tokens, outputs, timeline = drawn.tokens, request.output_ids, request.timeline
+    first, logprobs = len(outputs), drawn.logprobs if request.sampling.logprobs is not None else None
     if not timeline.first_token_ns:
         timeline.first_token_ns = now_ns
     timeline.last_token_ns = now_ns
@@ -160,10 +215,10 @@ def _accept_tokens(state: SchedulerState, request: Request, tokens: Sequence[int
         outputs.append(token)
         stop = request.stops.push(token, outputs)
         if stop is not None:
-            effects.deltas.append(Delta(request, first, tokens[:count]))
+            effects.deltas.append(Delta(request, first, tokens[:count], logprobs.piece(0, count) if logprobs is not None else None))
             state.finish(request, Ending(stop.reason, stop=stop), now_ns, effects)
             return
-    effects.deltas.append(Delta(request, first, tokens))
+    effects.deltas.append(Delta(request, first, tokens, logprobs))
 
 
 def _publish_outputs(group: Group, request: Request, residency: Residency) -> None:

@@ -117,9 +117,9 @@ def cut(group: Group) -> Cut | None:
 
 
 def lookup(state: SchedulerState, group: Group, request: Request) -> Hit:
-    """What the group's cache has of a request."""
+    """What the group's cache has of a request; nothing for one that needs the log-probabilities of every position."""
     # Without prefix caching names are private to a family: a child still finds its parent's blocks.
-    if not request.cacheable or not (state.limits.prefix_caching or request.parent):
+    if not request.cacheable or request.needs_positions or not (state.limits.prefix_caching or request.parent):
         return Hit([], False)
     # At least the last known token is computed: its logits are what the next token is drawn from.
     return group.ledger.lookup(request.block_names[: (request.known - 1) // BLOCK_SIZE])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from libs.errors import TokenloomError
+from libs.logprobs import PackedLogprobs
 from services.scheduler.core.request import Request, Residency
 
 
@@ -137,9 +138,18 @@ class StepTimings:
     idle_us: int = 0
 
 
+class RowPositions(NamedTuple):
+    """Log-probabilities of consecutive prompt positions, the first of which is `first`, as one row yielded them."""
+
+    first: int
+    logprobs: PackedLogprobs
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """A worker's answer to one batch: row outcomes and tokens in the order of the plan's rows."""
+    """A worker's answer to one batch: row outcomes, tokens and their log-probabilities (empty: nobody asked) in the order of the plan's
+    rows; prompt positions by the row's index.
+    """
 
     epoch: int
     number: int
@@ -148,14 +158,25 @@ class StepOutcome:
     tokens: Sequence[Sequence[int]] = ()
     error: TokenloomError | None = None
     timings: StepTimings = StepTimings()
+    logprobs: Sequence[PackedLogprobs] = ()
+    positions: Mapping[int, RowPositions] = field(default_factory=dict)
 
 
 class Delta(NamedTuple):
-    """New output tokens of a request; `first_index` is the output index of the first."""
+    """New output tokens of a request, with their log-probabilities if it asked for them; `first_index`: the first one's output index."""
 
     request: Request
     first_index: int
     tokens: Sequence[int]
+    logprobs: PackedLogprobs | None = None
+
+
+class Told(NamedTuple):
+    """Log-probabilities of a request's prompt, from position `first` on; before its first delta."""
+
+    request: Request
+    first: int
+    logprobs: PackedLogprobs
 
 
 @dataclass(slots=True)
@@ -164,3 +185,4 @@ class Effects:
 
     deltas: list[Delta] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)

@@ -146,7 +146,8 @@ class Request:
     `block_names` are the chained hashes of its full blocks known so far (empty and `cacheable` False: no cache). `unresolved`: rows in
     flight, over all residencies; a request with unresolved rows is not admitted again. `parent`: the first choice of the same HTTP
     request, whose prompt this one shares; None for a first choice. `cached_tokens`: prompt tokens found in the prefix cache when it was
-    first admitted; of a first choice only, and `counted` once they are in the counters. `crashes`: times a batch with this request alone in
+    first admitted; of a first choice only, and `counted` once they are in the counters. `told`: prompt positions whose log-probabilities
+    have been emitted. `crashes`: times a batch with this request alone in
     it failed since its last progress.
     """
 
@@ -171,6 +172,7 @@ class Request:
     unresolved_samples: int = 0
     cached_tokens: int = 0
     counted: bool = False
+    told: int = 0
     was_admitted: bool = False
     crashes: int = 0
     ending: Ending | None = None
@@ -194,6 +196,11 @@ class Request:
     def prompt_is_computed(self) -> bool:
         """Whether the KV of the whole prompt lies, confirmed, where the request runs."""
         return self.residency is not None and self.residency.computed >= len(self.prompt_ids)
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether log-probabilities of its prompt are yet to be emitted: then every token of it is computed (PROTOCOL.md rule 6)."""
+        return self.sampling.prompt_logprobs is not None and self.told < len(self.prompt_ids)
 
     @property
     def remaining(self) -> int:

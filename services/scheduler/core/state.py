@@ -270,7 +270,7 @@ class SchedulerState:
         found = min(computed, len(request.prompt_ids))
         if request.parent is not None:  # the prompt of an HTTP request is looked up once: for its first choice
             self.counters.sibling_shared += found
-        elif self.limits.prefix_caching and not request.counted:
+        elif self.limits.prefix_caching and not request.counted and not request.needs_positions:
             request.cached_tokens, request.counted = found, True
             self.counters.prefix_queries += len(request.prompt_ids)
             self.counters.prefix_hits += found

@@ -38,6 +38,10 @@ def message(prompt: list[int], outputs: list[int] | None = None, **sampling: Any
     )
 
 
+def message_params(**sampling: Any) -> SamplingParams:
+    return SamplingParams.from_proto(message([1], **sampling).sampling)
+
+
 def to_request(submit: scheduler_pb2.Submit, stopping: StopRules = RULES, **rules: Any) -> tuple[Request, Stop | None]:
     return convert.to_request(submit, 7, SubmitRules(stopping, VOCABULARY, **rules), 1, 1000)
 
@@ -143,10 +147,11 @@ class TestSubmit:
         assert to_request(submit_message)[0].parent == RequestKey(7, 4)
 
     @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-    def test_log_probabilities_are_refused_even_for_the_chosen_token_alone(self, field: str):
-        submit_message = message([1])
-        setattr(submit_message.sampling, field, 0)
-        self.refused(submit_message, ErrorCode.UNSUPPORTED, "logprobs")
+    def test_more_log_probabilities_than_the_workers_list_are_refused(self, field: str):
+        assert to_request(message([1], **{field: 3}), max_logprobs=3)[0].sampling == message_params(**{field: 3})
+        with pytest.raises(TokenloomError, match=f"{field} must be at most 3 .*; got 4") as caught:
+            to_request(message([1], **{field: 4}), max_logprobs=3)
+        assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, field)
 
     def test_stop_strings_are_refused_where_the_text_table_is_not_exact(self):
         table = text_table()
