@@ -18,7 +18,7 @@ from services.tokenizer.templates import ChatTemplate
 from tokenloom.tokenizer.v1 import tokenizer_pb2
 
 # Of the templates that requests bring: the longest, in characters, and how many stay compiled.
-MAX_TEMPLATE_CHARS = 1 << 17
+MAX_TEMPLATE_CHARS = 1 << 18
 MAX_CLIENT_TEMPLATES = 16
 
 SpecialTokens = tokenizer_pb2.SpecialTokens
@@ -56,6 +56,7 @@ class Encoder:
             tokenizer_fingerprint=self._fingerprint,
             bad_words=self._bad_words(request.bad_words),
             text=self._tokenizer.decode(ids, skip_special_tokens=False) if request.want_text else "",
+            tokens=[self._tokenizer.id_to_token(token_id) or "" for token_id in ids] if request.want_tokens else (),
         )
 
     def _ids(self, request: tokenizer_pb2.EncodeRequest, kind: str | None, text: str) -> list[int]:

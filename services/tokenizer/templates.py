@@ -22,7 +22,7 @@ from services.tokenizer.tools import as_text, tool_format, with_objects
 
 # Ends the last message while it is rendered, to find where the model is to go on. The space tells whether the template strips contents.
 _OPEN_END = "\N{NULL}tokenloom-continue\N{NULL}"
-_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+_RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ class ChatTemplate:
         if continue_final_message:
             messages = _with_open_end(messages, add_generation_prompt)
         try:
-            chat = {"messages": messages, "tools": list(tools) or None, "documents": None, "add_generation_prompt": add_generation_prompt}
+            chat = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
             # One mapping: as keyword arguments, a variable named "self" would clash with render's own.
-            text = self._template.render(self._special_tokens | dict(variables or {}) | chat)
+            text = self._template.render(self._special_tokens | {"documents": None} | dict(variables or {}) | chat)
         except _TemplateRefusal as error:
             raise TokenloomError(ErrorCode.TEMPLATE_ERROR, str(error), param="messages") from error
         except MemoryError as error:
