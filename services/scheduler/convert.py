@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from libs.blocks import HASH_BYTES
 from libs.clock import Clock
+from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
 from libs.logprobs import PackedLogprobs
 from libs.packing import pack_ids, unpack_ids
@@ -53,13 +54,14 @@ _CANCEL_BACK: dict[int, CancelReason] = {int(wire): reason for reason, wire in _
 
 @dataclass(frozen=True, slots=True)
 class SubmitRules:
-    """What a submit must keep to: the served model's stopping, the number of its ids, whether priorities are served, and how many
-    alternatives log-probabilities may list."""
+    """What a submit must keep to: the served model's stopping, the number of its ids, whether priorities are served, how many
+    alternatives log-probabilities may list, and whether workers take constraints."""
 
     stopping: StopRules
     vocab_size: int
     priorities: bool = False
     max_logprobs: int = 0
+    constraints: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,20 @@ def to_request(submit: scheduler_pb2.Submit, gateway: int, rules: SubmitRules, a
         priority=submit.priority,
         tenant=submit.tenant,
         parent=RequestKey(gateway, submit.parent_id) if submit.parent_id else None,
+        constraint=_constraint_of(submit, rules) if submit.HasField("constraint") else None,
     )
     extend_names(request)
     return request, stop
+
+
+def _constraint_of(submit: scheduler_pb2.Submit, rules: SubmitRules) -> Constraint:
+    param = submit.constraint.param
+    if not rules.constraints:
+        raise TokenloomError(ErrorCode.UNSUPPORTED, "constraints on the output are not served: the workers have no backend", param=param)
+    try:
+        return Constraint.from_proto(submit.constraint)
+    except ValueError as error:  # of a kind that this version does not know, or no UTF-8
+        raise TokenloomError(ErrorCode.UNSUPPORTED, f"this constraint cannot be read: {error}", param=param) from error
 
 
 def _check_submit(submit: scheduler_pb2.Submit, rules: SubmitRules) -> None:
@@ -167,6 +180,7 @@ def _to_open(entry: PlannedOpen, trace: WireTrace | None) -> worker_pb2.Open:
         computed_tokens=entry.computed,
         block_ids=pack_ids(entry.blocks),
         sampling=request.sampling.to_proto(),
+        constraint_id=entry.constraint,
     )
     if not request.needs_positions:  # a worker that goes on need not work out again what has been told
         message.sampling.ClearField("prompt_logprobs")

@@ -15,6 +15,7 @@ from libs.telemetry.tracing import Tracer
 from libs.text.table import TextTable
 from services.scheduler import convert
 from services.scheduler.clients import Clients
+from services.scheduler.compiling import Compiling
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.convert import SubmitRules
 from services.scheduler.core.apply import apply, close, lose_group
@@ -60,6 +61,7 @@ class Engine:
         self.shard = Shard(config, clock, metrics, leadership, self._clients, clock.monotonic_ns())
         self._paces = self.shard.paces
         self.intake = Intake(self.shard, self.kick)
+        self._compiling = Compiling(self.shard, self.kick)
         self._kicked = False
 
     @property
@@ -135,7 +137,11 @@ class Engine:
         stopping = StopRules(tuple(facts.eos_token_ids), facts.max_model_len, self._table)
         self.shard.facts = facts
         self.shard.rules = SubmitRules(
-            stopping, facts.vocab_size, priorities=policy is Policy.PRIORITY, max_logprobs=min(facts.max_logprobs, facts.vocab_size)
+            stopping,
+            facts.vocab_size,
+            priorities=policy is Policy.PRIORITY,
+            max_logprobs=min(facts.max_logprobs, facts.vocab_size),
+            constraints=bool(facts.constraint_backend),
         )
         if self.shard.state is None:
             self.shard.state = SchedulerState(limits, policy)
@@ -251,6 +257,10 @@ class Engine:
         self._clients.publish(effects)
         self._wake_idle(state, group)
 
+    def worker_prepared(self, link: WorkerLink, answer: worker_pb2.Prepared) -> None:
+        """See LinkOwner."""
+        self._compiling.answered(link, answer)
+
     def _account_step(self, group: Group, pace: Pace, head: StepPlan, began: int, now: int) -> None:
         metrics = self._metrics
         if head.rows:
@@ -274,6 +284,7 @@ class Engine:
     @enters_core()
     def _dispatch_all(self) -> None:
         self._kicked = False
+        self._compiling.send_orders()
         if self.state is not None:
             for name, pace in self._paces.items():
                 self._dispatch(self.state.groups[name], pace)
@@ -329,6 +340,7 @@ class Engine:
         session hears its own, and that the loop turns."""
         if self.state is not None:
             self._end_patience(self.state, self._clock.monotonic_ns())
+            self._compiling.tick()
         self._clients.end_interval()
 
     def _end_patience(self, state: SchedulerState, now: int) -> None:

@@ -29,6 +29,8 @@ def check_fit(
         ("numerics", mesh.fingerprints.numerics, facts.fingerprints.numerics),
         ("KV dtype", mesh.kv_dtype, facts.kv_dtype),
         ("block size", BLOCK_SIZE, facts.block_size),
+        ("constraint backend", mesh.constraint_backend, facts.constraint_backend),
+        ("logits processors", list(mesh.logits_processors), list(facts.logits_processors)),
     ):
         if ours != theirs:
             raise TokenloomError(ErrorCode.FINGERPRINT_MISMATCH, f"worker {worker}: its {what} is {theirs}, the mesh has {ours}")
@@ -93,6 +95,8 @@ def model_facts(facts: worker_pb2.WorkerFacts, config: SchedulerConfig) -> sched
         priority_scheduling=config.scheduling_policy == "priority",
         max_live_sequences=config.max_queue,
         max_logprobs=facts.max_logprobs,
+        constraint_backend=facts.constraint_backend,
+        logits_processors=facts.logits_processors,
         max_live_tokens=config.max_queue_tokens,
     )
 

@@ -14,7 +14,6 @@ from libs.telemetry.logs import get_logger
 from libs.telemetry.tracing import TraceParent, log_ids
 from services.scheduler import convert
 from services.scheduler.convert import SubmitRules
-from services.scheduler.core.plan import Effects
 from services.scheduler.core.request import CancelReason, Ending, Request, RequestKey, Residency, WaitReason
 from services.scheduler.core.state import Group, SchedulerState
 from services.scheduler.core.stopping import Stop
@@ -95,12 +94,13 @@ class Intake:
             self._cancel(key, CancelReason.SESSION_LOST)
             session.outbox.forget(submit.id)
         request, stop = self._read(session, submit, rules, state.next_arrival(), now)
-        state.accept(request)
+        effects = state.accept(request)
         self._clients.accepted(request, session, RequestTrace(parent, submit.label) if parent else None)
         tokens = count_ids(submit.prompt_ids)
         log.debug("request accepted", request=str(key), x_request_id=submit.label, prompt_tokens=tokens, **_trace_of(parent))
-        if stop is not None:
-            effects = Effects()
+        if effects.ended:  # its constraint was refused a moment ago
+            self._clients.publish(effects)
+        elif stop is not None:
             state.finish(request, Ending(stop.reason, stop=stop), now, effects)
             self._clients.publish(effects)
         else:

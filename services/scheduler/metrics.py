@@ -17,6 +17,7 @@ from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
 
 _SNAPSHOT_TIMEOUT = 5.0
+PREPARE_OUTCOMES = ("compiled", "cached", "invalid", "busy", "failed", "unanswered")
 _LEASE_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
@@ -54,6 +55,14 @@ class SchedulerMetrics:
         self.cancelled = self._counter("request_cancelled", "Requests cancelled, by reason. Soars: timeouts, slow clients.", ["reason"])
         self.rejected = self._counter("request_rejected", "Submits refused, by reason. Soars: scale out, limit clients.", ["reason"])
         self.failed = self._counter("request_failed", "Accepted requests that failed, by error. Any: read the log.", ["reason"])
+        self.prepares = self._counter(
+            "constraint_prepares",
+            "Constraints that workers were asked to compile, by outcome. busy: more workers; failed, unanswered: read a worker's log.",
+            ["outcome"],
+        )
+        self.prepare_time = histogram(
+            "constraint_prepare_seconds", "A worker's answer about a constraint. Grows: schemas that compile slowly, or too many at once."
+        )
         self.worker_losses = self._counter("worker_losses", "Worker streams that were lost. Any: read the worker's log.")
         self.sessions = Gauge("tokenloom:gateway_sessions", "Open gateway sessions.", registry=self.registry)
         self.workers = Gauge("tokenloom:workers_attached", "Attached worker groups. 0: requests wait.", registry=self.registry)
@@ -65,6 +74,8 @@ class SchedulerMetrics:
             self.success.labels(finish.value)
         for reason in (*(reason.value for reason in CancelReason), "deadline"):
             self.cancelled.labels(reason)
+        for outcome in PREPARE_OUTCOMES:
+            self.prepares.labels(outcome)
         for code in ErrorCode:
             self.rejected.labels(code.spec.label)
             self.failed.labels(code.spec.label)
@@ -119,11 +130,12 @@ def _read(state: SchedulerState | None) -> Iterator[Metric]:
         return
     counters = state.counters
     yield _gauge("num_requests_running", "Requests that stand in a worker group.", state.running)
-    yield _gauge("num_requests_waiting", "Requests in the queue. Grows: more workers or blocks.", len(state.queue))
+    waiting = [*state.queue, *state.checking]
+    yield _gauge("num_requests_waiting", "Requests in the queue, or being checked. Grows: more workers or blocks.", len(waiting))
     yield _gauge("num_requests_live", "Accepted requests that have not ended.", len(state.requests))
     waits = GaugeMetricFamily("tokenloom:num_requests_waiting_by_reason", "Waiting requests by what they wait for.", labels=["reason"])
     for reason in WaitReason:
-        waits.add_metric([reason.value], sum(request.wait_reason is reason for request in state.queue))
+        waits.add_metric([reason.value], sum(request.wait_reason is reason for request in waiting))
     yield waits
     for name, value, text in (
         ("requests_admitted", counters.admitted, "Requests accepted into the queue."),
@@ -141,8 +153,10 @@ def _read(state: SchedulerState | None) -> Iterator[Metric]:
         ("leases", counters.leases, "Batches that granted several steps."),
         ("cut_leases", counters.cut_leases, "Leases that ended early. Nearly all of leases: fewer --max-lease-steps."),
         ("stale_closed", counters.stale_closed, "Answers to cuts that came too late or twice and were ignored."),
+        ("stale_prepared", counters.stale_prepared, "Answers about constraints that nobody waited for any more."),
     ):
         yield CounterMetricFamily(f"tokenloom:{name}", text, value=value)
+    yield _gauge("constraints_kept", "Constraints that workers keep compiled, wanted or idle.", len(state.checking.checks))
     preemptions = CounterMetricFamily(
         "tokenloom:num_preemptions", "Requests sent back to the queue. Frequent: more cache memory, fewer sequences.", labels=["reason"]
     )

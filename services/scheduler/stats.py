@@ -36,7 +36,7 @@ class StatsLine:
         log.info(
             "stats",
             running=state.running,
-            waiting=len(state.queue),
+            waiting=len(state.queue) + len(state.checking),
             kv_usage=round(held / total, 3) if total else 0.0,
             steps_per_s=round(steps / self._interval, 1),
             finished=state.counters.finished,

@@ -54,6 +54,9 @@ class LinkOwner(Protocol):
     def worker_closed(self, link: WorkerLink, closed: worker_pb2.Closed) -> None:
         """A worker says where the lease that it was asked to end early does end."""
 
+    def worker_prepared(self, link: WorkerLink, answer: worker_pb2.Prepared) -> None:
+        """A worker says what became of a constraint that it was asked to compile."""
+
 
 class LostWorker(Exception):
     """The stream must end: the reason is the message."""
@@ -61,7 +64,8 @@ class LostWorker(Exception):
 
 @dataclass(eq=False)
 class WorkerLink:
-    """The stream to one worker group. `outgoing` holds at most the batches that the group may have in flight, and a cut."""
+    """The stream to one worker group. `outgoing` holds at most the batches that the group may have in flight, a cut, and what live requests
+    want compiled."""
 
     address: str
     owner: LinkOwner
@@ -92,6 +96,14 @@ class WorkerLink:
     def send_cut(self, cut: worker_pb2.Cut) -> None:
         """Queues a cut for the stream."""
         self.outgoing.put_nowait(worker_pb2.RunRequest(cut=cut))
+
+    def send_prepare(self, prepare: worker_pb2.Prepare) -> None:
+        """Queues a constraint to be compiled."""
+        self.outgoing.put_nowait(worker_pb2.RunRequest(prepare=prepare))
+
+    def send_forget(self, forget: worker_pb2.Forget) -> None:
+        """Queues word of constraints that may go."""
+        self.outgoing.put_nowait(worker_pb2.RunRequest(forget=forget))
 
     async def _run(self) -> None:
         backoff, said = _BACKOFF_FIRST, ""
@@ -178,6 +190,8 @@ class WorkerLink:
                 self.owner.worker_answered(self, message.result)
             case "closed":
                 self.owner.worker_closed(self, message.closed)
+            case "prepared":
+                self.owner.worker_prepared(self, message.prepared)
             case "heartbeat" if message.heartbeat.epoch == epoch:
                 self.heartbeat = message.heartbeat
                 if message.heartbeat.running_us > self.owner.step_patience_us(self):

@@ -97,6 +97,9 @@ def lose_group(state: SchedulerState, group: Group, now_ns: int, *, crashed: boo
     for request in list(group.running):
         state.requeue(request, "migrated", now_ns)
     del state.groups[group.name]
+    state.checking.checks.lose(group.name)
+    state.recheck(now_ns, effects)
+    suspects = [request for request in suspects if request.state is not RequestState.ENDED]
     _accuse(state, group.name, suspects, now_ns, effects)
     return effects
 
@@ -194,12 +197,13 @@ def _apply_row(
         if request.residency is row.residency:
             row.residency.computed = row.start + row.count
             if row.prefill and request.prompt_is_computed:
-                state.release_children(request)
+                state.release_children(request, now_ns)
         _tell_positions(row, drawn.positions, effects)
         if drawn.tokens:
             _accept_tokens(state, request, drawn, now_ns, effects)
         if outcome is RowOutcome.CONSTRAINT_COMPLETE and request.state is not RequestState.ENDED:
-            state.finish(request, Ending(FinishReason.CONSTRAINT_COMPLETE), now_ns, effects)
+            stop = request.stops.complete(request.output_ids)
+            state.finish(request, Ending(stop.reason, stop=stop), now_ns, effects)
         residency = request.residency
         if residency is not None and residency.computed >= (residency.published + 1) * BLOCK_SIZE and residency.group == group.name:
             _publish_outputs(group, request, residency)
@@ -262,7 +266,7 @@ def _recover_if_drained(state: SchedulerState, group: Group, now_ns: int, effect
 def _accuse(state: SchedulerState, group: str, suspects: list[Request], now_ns: int, effects: Effects) -> None:
     poison = state.quarantine.accuse(suspects, group)
     for request in suspects:
-        if request is not poison and request not in state.quarantine.suspects:
+        if request is not poison and request not in state.quarantine.suspects and request.state is not RequestState.CHECKING:
             request.wait(WaitReason.QUARANTINE, now_ns)
     if poison is not None:
         error = TokenloomError(ErrorCode.POISON_REQUEST, "the worker failed each time it ran this request alone")

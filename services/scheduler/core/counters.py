@@ -25,3 +25,5 @@ class Counters:
     leases: int = 0
     cut_leases: int = 0
     stale_closed: int = 0
+    stale_prepared: int = 0
+    unanswered_prepares: int = 0

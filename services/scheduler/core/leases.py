@@ -99,7 +99,7 @@ def wants_cut(state: SchedulerState, group: Group) -> bool:
 
 
 def _could_enter(state: SchedulerState, group: Group, request: Request) -> bool:
-    if request.unresolved or not group.holds(request):
+    if request.unresolved or not group.holds(request) or not state.checking.is_ready(request, group.name):
         return True  # who waits for this very lease, or lets others pass, may be followed by somebody who fits
     if not group.free_slots or len(group.running) >= state.limits.max_sequences:
         return False

@@ -32,12 +32,14 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class PlannedOpen:
-    """A sequence enters its slot in this batch: `computed` tokens lie in the cache already, in the slot's first `blocks`."""
+    """A sequence enters its slot in this batch: `computed` tokens lie in the cache already, in the slot's first `blocks`. `constraint`: the
+    group's number of the compiled constraint, 0: none."""
 
     request: Request
     residency: Residency
     computed: int
     blocks: Sequence[int]
+    constraint: int = 0
 
 
 @dataclass(slots=True, eq=False)

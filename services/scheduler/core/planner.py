@@ -25,7 +25,7 @@ from services.scheduler.core.state import Group, SchedulerState
 
 # Requests that may be passed over in one step, and why: what they wait for is not in the way of others.
 _MAX_ASIDE = 64
-_PASSED_OVER = frozenset({WaitReason.PREFIX_IN_FLIGHT, WaitReason.QUARANTINE, WaitReason.GROUP_TOO_SMALL})
+_PASSED_OVER = frozenset({WaitReason.PREFIX_IN_FLIGHT, WaitReason.QUARANTINE, WaitReason.GROUP_TOO_SMALL, WaitReason.CHECKING})
 # Reasons that another step alone does not change: while all who wait have one of them, a lease is in nobody's way.
 _LASTING = frozenset({WaitReason.NO_SLOT, WaitReason.NO_BLOCKS, WaitReason.GROUP_TOO_SMALL})
 
@@ -200,6 +200,8 @@ class _Draft:
             return WaitReason.UNRESOLVED
         if not self._group.holds(request):
             return WaitReason.GROUP_TOO_SMALL
+        if not self._state.checking.is_ready(request, self._group.name):
+            return WaitReason.CHECKING
         if self._budget < 1:
             return WaitReason.TOKEN_BUDGET
         if not self._make_slot():
@@ -249,5 +251,6 @@ class _Draft:
         if residency is None:
             raise ValueError(f"request {request.key} was admitted without a place")
         residency.opened = True
-        self._plan.opens.append(PlannedOpen(request, residency, computed, tuple(residency.blocks)))
+        constraint = self._state.checking.checks.id_in(request.check, self._group.name) if request.check is not None else 0
+        self._plan.opens.append(PlannedOpen(request, residency, computed, tuple(residency.blocks), constraint))
         self._add_row(request, residency, count, (), sample=computed + count == request.known, prefill=True)

@@ -77,6 +77,10 @@ class WaitingQueue:
         """Takes a request out, wherever it stands."""
         del self._members[request]
 
+    def discard(self, request: Request) -> None:
+        """Takes a request out, if it is a member."""
+        self._members.pop(request, None)
+
     def peek(self) -> Request | None:
         """The next request; None when nobody waits."""
         while self._heap:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from libs.blocks import blocks_for
+from libs.constraints import Constraint
 from libs.errors import TokenloomError
 from libs.sampling import SamplingParams
+from services.scheduler.core.checks import Check
 from services.scheduler.core.stopping import FinishReason, Stop, StopTracker
 
 
@@ -32,15 +34,17 @@ class RequestKey(NamedTuple):
 
 
 class RequestState(enum.Enum):
-    """Where a request is. A preempted or migrated request is WAITING again."""
+    """Where a request is. A preempted or migrated request is WAITING again; CHECKING is who waits for its constraint to be compiled."""
 
+    CHECKING = "checking"
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
 
 
 TRANSITIONS = {
-    RequestState.WAITING: (RequestState.RUNNING, RequestState.ENDED),
+    RequestState.CHECKING: (RequestState.WAITING, RequestState.ENDED),
+    RequestState.WAITING: (RequestState.CHECKING, RequestState.RUNNING, RequestState.ENDED),
     RequestState.RUNNING: (RequestState.WAITING, RequestState.ENDED),
     RequestState.ENDED: (),
 }
@@ -61,6 +65,7 @@ class WaitReason(enum.Enum):
     GROUP_TOO_SMALL = "group_too_small"
     BEHIND = "behind_another"
     QUARANTINE = "quarantine"
+    CHECKING = "checking"
 
 
 class CancelReason(enum.Enum):
@@ -148,7 +153,8 @@ class Request:
     request, whose prompt this one shares; None for a first choice. `cached_tokens`: prompt tokens found in the prefix cache when it was
     first admitted; of a first choice only, and `counted` once they are in the counters. `told`: prompt positions whose log-probabilities
     have been emitted. `crashes`: times a batch with this request alone in
-    it failed since its last progress.
+    it failed since its last progress. `constraint`: what its output must keep to, None: nothing; `check`: its entry in the table of what is
+    compiled where, while it is live.
     """
 
     key: RequestKey
@@ -165,6 +171,8 @@ class Request:
     priority: int = 0
     tenant: str = ""
     parent: RequestKey | None = None
+    constraint: Constraint | None = None
+    check: Check | None = None
     state: RequestState = RequestState.WAITING
     wait_reason: WaitReason = WaitReason.NEW
     residency: Residency | None = None
@@ -191,6 +199,11 @@ class Request:
     def most_blocks(self) -> int:
         """KV blocks that hold all of it: its last token is never computed."""
         return blocks_for(self.most_tokens - 1)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether a client may have some of its output already, so that it should rather wait than fail."""
+        return self.attempt > 0 or self.was_admitted
 
     @property
     def prompt_is_computed(self) -> bool:

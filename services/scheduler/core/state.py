@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 
 from libs.blocks import BLOCK_SIZE, blocks_for
 from libs.errors import ErrorCode, TokenloomError
+from services.scheduler.core.checking import Checking
+from services.scheduler.core.checks import Check, Standing
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.ledger import BlockLedger
 from services.scheduler.core.naming import private_names
@@ -123,6 +125,7 @@ class SchedulerState:
         self.policy = policy
         self.queue = WaitingQueue(policy)
         self.siblings = Siblings()
+        self.checking = Checking()
         self.groups: dict[str, Group] = {}
         self.quarantine = Quarantine()
         self.counters = Counters()
@@ -163,14 +166,20 @@ class SchedulerState:
         suspects = self.quarantine.suspects
         if not suspects:
             return False
-        able = [name for name, other in self.groups.items() if all(other.holds(request) for request in suspects)]
+        able = [name for name, other in self.groups.items() if self._could_run(other, suspects)]
         return self.quarantine.isolates(group.name, able)
 
-    def accept(self, request: Request) -> None:
-        """Takes a request into the queue. Raises TokenloomError (CANNOT_FIT, PROMPT_TOO_LONG, QUEUE_FULL) and takes nothing otherwise.
+    def _could_run(self, group: Group, suspects: Collection[Request]) -> bool:
+        """Whether the group can hold the suspects, and has what some of them need compiled: those run first, the others after them."""
+        return all(map(group.holds, suspects)) and any(self.checking.is_ready(request, group.name) for request in suspects)
 
+    def accept(self, request: Request) -> Effects:
+        """Takes a request into the queue, or beside it while its constraint is compiled; where that was refused of late, the request ends.
+
+        Raises TokenloomError (CANNOT_FIT, PROMPT_TOO_LONG, QUEUE_FULL) and takes nothing otherwise.
         One that a client already reads goes on: it finds room, and where no group holds it, it waits for one that does (shelve_unfit).
         """
+        effects = Effects()
         if request.stops.max_output < 1:
             limit, prompt = self.limits.max_model_len, len(request.prompt_ids)
             message = f"the prompt has {prompt} tokens; with one output token the limit is {limit}"
@@ -188,7 +197,13 @@ class SchedulerState:
             request.block_names = private_names(request.block_names, request.parent or request.key)
         if request.attempt and (cached := self._counted.pop(request.key, None)) is not None:
             request.cached_tokens, request.counted = cached, True
+        if request.constraint is not None:
+            request.check = self.checking.checks.want(request.constraint, request.timeline.received_ns)
+            # One copy of the text, however many requests came with it.
+            request.constraint = replace(request.constraint, texts=request.check.constraint.texts)
         self._enqueue(request)
+        self.fail_refused([request], request.timeline.received_ns, effects)
+        return effects
 
     def _cannot_fit(self, request: Request) -> TokenloomError:
         length, capacity = self.limits.max_model_len, self.capacity_tokens()
@@ -199,23 +214,67 @@ class SchedulerState:
         """A child whose parent is still at the prompt waits for it, everybody else in the queue's order."""
         parent = self.requests.get(request.parent) if request.parent else None
         if parent is None or parent is request or parent.prompt_is_computed:
-            if self.fits(request):
-                self._newcomers[request] = None
-                self.queue.push(request)
-            else:
-                self.queue.park(request)
-                request.wait(WaitReason.GROUP_TOO_SMALL, request.timeline.received_ns)
+            self.place(request, request.timeline.received_ns)
             return
         self.queue.park(request)
         self.siblings.hold(request, parent)
         request.wait(WaitReason.PARENT_PROMPT, request.timeline.received_ns)
 
-    def release_children(self, parent: Request) -> None:
-        """The parent's prompt is computed, or it has ended: those who waited for that enter the queue."""
-        for child in self.siblings.release(parent.key):
+    def place(self, request: Request, now_ns: int) -> bool:
+        """Puts a request that does not run where it waits, as things are: in the queue's order; parked while no group holds it; beside the
+        queue while no group that does has its constraint. Whether no group holds it."""
+        unfit = not self.fits(request)
+        if not unfit and self._outlook(request) is not Standing.READY:
+            if request.state is not RequestState.CHECKING:
+                self.queue.discard(request)
+                request.move(RequestState.CHECKING)
+                self.checking.hold(request)
+            request.wait(WaitReason.CHECKING if self.groups else WaitReason.NO_WORKER, now_ns)
+            return False
+        if request.state is RequestState.CHECKING:
+            self.checking.discard(request)
+            request.move(RequestState.WAITING)
+            request.wait(WaitReason.NEW if self.groups else WaitReason.NO_WORKER, now_ns)
+        if unfit:
+            self.queue.park(request)
+            request.wait(WaitReason.GROUP_TOO_SMALL, now_ns)
+        elif request not in self.queue or self.queue.is_parked(request):
+            self._newcomers[request] = None
+            self.queue.push(request)
+        return unfit
+
+    def _able(self, request: Request) -> list[str]:
+        """The groups that can hold the request."""
+        return [name for name, group in self.groups.items() if group.holds(request)]
+
+    def _outlook(self, request: Request) -> Standing:
+        return Standing.READY if request.check is None else self.checking.outlook(request, self._able(request))
+
+    def fail_refused(self, requests: Iterable[Request], now_ns: int, effects: Effects) -> None:
+        """Ends those of the given requests whose constraint every group that could run them has refused."""
+        for request in requests:
+            if request.state is RequestState.CHECKING and self._outlook(request) is Standing.FAILED:
+                error = self.checking.refusal(request, self._able(request))
+                self.finish(request, Ending(FinishReason.FAILED, error=error), now_ns, effects)
+
+    def recheck(self, now_ns: int, effects: Effects) -> None:
+        """A group is gone with all that it had compiled: who needs a constraint that is ready nowhere any more is checked again."""
+        for request in [*self.queue, *self.checking]:
+            if request.check is not None and request.wait_reason is not WaitReason.PARENT_PROMPT:
+                self.place(request, now_ns)
+        self.fail_refused(list(self.checking), now_ns, effects)
+
+    def release_children(self, parent: Request, now_ns: int) -> list[Request]:
+        """The parent's prompt is computed, or it has ended: those who waited for that enter the queue. Returns them."""
+        children = self.siblings.release(parent.key)
+        for child in children:
             child.wait_reason = WaitReason.NEW if self.groups else WaitReason.NO_WORKER
-            self._newcomers[child] = None
-            self.queue.push(child)
+            if child.check is not None:
+                self.place(child, now_ns)
+            else:
+                self._newcomers[child] = None
+                self.queue.push(child)
+        return children
 
     def _check_room(self, request: Request) -> None:
         """Raises TokenloomError (QUEUE_FULL) when what is live leaves no room for one more."""
@@ -256,7 +315,7 @@ class SchedulerState:
         request.move(RequestState.RUNNING)
         insort(group.running, request, key=_rank)
         if request.prompt_is_computed:  # it resumes with output, and the cache has its whole prompt
-            self.release_children(request)
+            self.release_children(request, now_ns)
         self._count_admission(request, computed, now_ns)
         return fresh
 
@@ -290,10 +349,13 @@ class SchedulerState:
 
     def finish(self, request: Request, ending: Ending, now_ns: int, effects: Effects) -> None:
         """Ends a live request; the only way out. Ending it twice is a bug and raises ValueError."""
-        if request.state is RequestState.WAITING:
-            self.queue.remove(request)
-        else:
-            self._vacate(request)
+        match request.state:
+            case RequestState.CHECKING:
+                self.checking.discard(request)
+            case RequestState.WAITING:
+                self.queue.remove(request)
+            case _:
+                self._vacate(request)
         request.move(RequestState.ENDED)
         request.ending = ending
         request.timeline.ended_ns = now_ns
@@ -301,8 +363,10 @@ class SchedulerState:
         self.live_tokens -= request.most_tokens
         self._newcomers.pop(request, None)
         self.quarantine.discard(request)
+        if request.check is not None:
+            self.checking.checks.release(request.check)
         self.siblings.discard(request)
-        self.release_children(request)
+        children = self.release_children(request, now_ns)
         if request.counted:
             self._remember_count(request)
         match ending.reason:
@@ -313,6 +377,7 @@ class SchedulerState:
             case _:
                 self.counters.finished += 1
         effects.ended.append(request)
+        self.fail_refused(children, now_ns, effects)
 
     def _remember_count(self, request: Request) -> None:
         """What it was counted with is kept for its next attempt, should there be one: its ending may be lost with its session."""
@@ -367,15 +432,9 @@ class SchedulerState:
     def shelve_unfit(self, now_ns: int) -> bool:
         """Groups came or went: waiting requests that none holds leave the queue's order until one does. Whether there are any."""
         found = False
-        for request in list(self.queue):
-            if request.wait_reason is WaitReason.PARENT_PROMPT:
-                continue
-            if not self.fits(request):
-                found = True
-                self.queue.park(request)
-                request.wait(WaitReason.GROUP_TOO_SMALL, now_ns)
-            elif self.queue.is_parked(request):
-                self.queue.push(request)
+        for request in [*self.queue, *self.checking]:
+            if request.wait_reason is not WaitReason.PARENT_PROMPT:
+                found |= self.place(request, now_ns)
         return found
 
     def wait_all(self, reason: WaitReason, now_ns: int) -> None:
@@ -383,17 +442,21 @@ class SchedulerState:
         for request in self.queue:
             if request.wait_reason is not WaitReason.PARENT_PROMPT:
                 request.wait(reason, now_ns)
+        for request in self.checking:
+            request.wait(reason if reason is WaitReason.NO_WORKER else WaitReason.CHECKING, now_ns)
 
     def check(self) -> None:
         """Every invariant that ties the parts together, O(everything). Raises ValueError or LedgerError."""
         for group in self.groups.values():
             group.check()
-        places = sum(len(group.running) for group in self.groups.values()) + len(self.queue)
+        places = self.running + len(self.queue) + len(self.checking)
         if places != len(self.requests):
             raise ValueError(f"{len(self.requests)} live requests in {places} places")
         if self.live_tokens != sum(request.most_tokens for request in self.requests.values()):
             raise ValueError(f"{self.live_tokens} tokens are counted as live")
         self.siblings.check(self.requests)
+        wanted: Counter[Check] = Counter(request.check for request in self.requests.values() if request.check is not None)
+        self.checking.checks.check(wanted)
         counters = self.counters
         if counters.admitted != counters.finished + counters.failed + counters.cancelled + len(self.requests):
             raise ValueError(f"conservation is broken: {counters}, {len(self.requests)} live")

@@ -1,7 +1,8 @@
 """When a request stops: decided once, at the exact token, for every reason that lies in the output itself.
 
 Order of the checks, as users of vLLM know it: end of sequence, stop token, stop string, length. Before `min_tokens` outputs only the
-length counts; a stop string completed by one of those tokens is void.
+length counts; a stop string completed by one of those tokens is void. What stopped it is no part of the text unless
+`include_stop_in_output`; special tokens spell text, which stop strings match, where `keep_special_tokens`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class StopTracker:
         eos = () if params.ignore_eos else rules.eos_token_ids
         self._eos = eos[0] if eos else None
         self._stop_ids = frozenset((*eos[1:], *params.stop_token_ids))
-        self._matcher = StopMatcher(rules.table, params.stop) if params.stop else None
+        skip = not params.keep_special_tokens
+        self._matcher = StopMatcher(rules.table, params.stop, skip_special_tokens=skip) if params.stop else None
 
     def push(self, token: int, outputs: Sequence[int]) -> Stop | None:
         """Takes the next output token (already the last of `outputs`); returns the stop it brings, if any."""
@@ -76,8 +78,17 @@ class StopTracker:
         if counts and token in self._stop_ids:
             return Stop(FinishReason.STOP, stop_token=token, keep_bytes=self._bytes_before(outputs))
         if match:
-            return Stop(FinishReason.STOP, stop_string=match.stop, keep_bytes=match.keep_bytes)
+            kept = len(match.stop.encode()) if self._params.include_stop_in_output else 0
+            return Stop(FinishReason.STOP, stop_string=match.stop, keep_bytes=match.keep_bytes + kept)
         return _AT_LENGTH if len(outputs) >= self.max_output else None
 
-    def _bytes_before(self, outputs: Sequence[int]) -> int:
-        return len(OutputBytes(self._rules.table).push(outputs[:-1]))
+    def complete(self, outputs: Sequence[int]) -> Stop:
+        """The stop that a completed constraint brings, whatever `min_tokens` says: an end of sequence that completed it is no text."""
+        ended = outputs[-1] in self._rules.eos_token_ids
+        return Stop(FinishReason.CONSTRAINT_COMPLETE, keep_bytes=self._bytes_before(outputs) if ended else None)
+
+    def _bytes_before(self, outputs: Sequence[int]) -> int | None:
+        """Bytes of output text without the last token, which stopped it; None, all of them, where it is to stay."""
+        if self._params.include_stop_in_output:
+            return None
+        return len(OutputBytes(self._rules.table, skip_special_tokens=not self._params.keep_special_tokens).push(outputs[:-1]))
