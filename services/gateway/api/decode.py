@@ -12,7 +12,7 @@ import msgspec
 from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.logs import get_logger
 from services.gateway.api.fields import NO_EFFECT, REFUSED, REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, Neutral
-from services.gateway.api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from services.gateway.api.requests import ChatRequest, CompletionRequest
 
 # At most so many unknown names, of so many characters, go into a log line: a client chooses them.
 _MAX_NAMES, _MAX_NAME = 20, 64
@@ -20,7 +20,7 @@ _MISSING = re.compile(r"missing required field `([^`]*)`")
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 
 _log = get_logger("gateway.api")
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 
 def decode_chat(body: bytes | bytearray) -> ChatRequest:
@@ -31,6 +31,11 @@ def decode_chat(body: bytes | bytearray) -> ChatRequest:
 def decode_completion(body: bytes | bytearray) -> CompletionRequest:
     """The completion request in `body`. Raises as decode_chat does."""
     return _decode(body, CompletionRequest, REFUSED_IN_COMPLETIONS)
+
+
+def decode_body(body: bytes | bytearray, kind: type[RequestT]) -> RequestT:
+    """The request of another kind in `body`. Raises as decode_chat does."""
+    return _decode(body, kind, {})
 
 
 def _decode(body: bytes | bytearray, kind: type[RequestT], refused_too: Mapping[str, Neutral]) -> RequestT:

@@ -69,7 +69,8 @@ class _Exchange:
 
     def __init__(self, mesh: Mesh, api: Api, connection: Connection, http: Mapping[str, AttributeValue], visit: Visit | None) -> None:
         self._mesh, self._api, self._connection, self._visit = mesh, api, connection, visit
-        self._record = _new_record(mesh, api, connection, {**http, "tokenloom.tenant": visit.key.name} if visit is not None else http)
+        named = {**http, "tokenloom.tenant": visit.key.name} if visit is not None else http
+        self._record = new_record(mesh, connection, named, route=api.route, operation=api.operation, id_prefix=api.id_prefix)
         context, request_id = self._record.context, self._record.request_id
         self._headers: Headers = [(HEADER, request_id.encode()), (b"traceparent", str(context).encode())]
         structlog.contextvars.bind_contextvars(request_id=request_id, **log_ids(context))
@@ -123,7 +124,7 @@ class _Exchange:
 
     async def _serve(self) -> None:
         connection, mesh, record = self._connection, self._mesh, self._record
-        _require_json(connection)
+        require_json(connection)
         body = await connection.body()
         # The trace is about the server: a client's slow upload is not part of it.
         record.started_ns, record.started_mono = mesh.clock.unix_ns(), mesh.clock.monotonic_ns()
@@ -187,7 +188,8 @@ async def _collect(generation: Generation, writer: Writer) -> bytes:
     return msgspec.json.encode(writer.whole([joined(changes) for changes in found]))
 
 
-def _require_json(connection: Connection) -> None:
+def require_json(connection: Connection) -> None:
+    """Raises TokenloomError UNSUPPORTED_MEDIA_TYPE for a body that is not said to be plain JSON."""
     # Also what keeps web pages from posting here without asking: a form cannot send this type across origins.
     kind = connection.header(b"content-type").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -197,16 +199,19 @@ def _require_json(connection: Connection) -> None:
         raise TokenloomError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "Content-Encoding is not supported: send the body as it is")
 
 
-def _new_record(mesh: Mesh, api: Api, connection: Connection, http: Mapping[str, AttributeValue]) -> RequestRecord:
+def new_record(
+    mesh: Mesh, connection: Connection, http: Mapping[str, AttributeValue], *, route: str, operation: str, id_prefix: str
+) -> RequestRecord:
+    """The record of a request that has just arrived: its ids, and its place in the client's trace."""
     request_id = request_id_of(connection.header(HEADER))
     state = connection.header(b"tracestate")
     parent = TraceParent.parse(connection.header(b"traceparent"), state if len(state) <= _MAX_TRACESTATE else "")
     return RequestRecord(
-        operation=api.operation,
+        operation=operation,
         http=http,
-        route=api.route,
+        route=route,
         request_id=request_id,
-        response_id=f"{api.id_prefix}-{request_id}",
+        response_id=f"{id_prefix}-{request_id}",
         context=mesh.tracer.begin(parent),
         parent_id=0 if parent is None else parent.span_id,
         started_ns=mesh.clock.unix_ns(),
