@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 
@@ -132,9 +133,7 @@ def _opening(message: worker_pb2.Open) -> Opening:
         raise _violation(f"{message.request} opens with an empty prompt")
     if message.computed_tokens >= prompt.size + output.size:
         raise _violation(f"{message.request} opens with {message.computed_tokens} computed of {prompt.size + output.size} tokens")
-    params = SamplingParams.from_proto(message.sampling)
-    if not (0 <= params.temperature < math.inf and 0 <= params.top_p <= 1 and 0 <= params.min_p <= 1):
-        raise _violation(f"{message.request} has temperature {params.temperature}, top_p {params.top_p}, min_p {params.min_p}")
+    params = _sampling(message)
     return Opening(
         slot=message.slot,
         request=message.request,
@@ -147,6 +146,26 @@ def _opening(message: worker_pb2.Open) -> Opening:
         decode_span_id=message.decode_span_id,
         request_span_id=message.request_span_id,
     )
+
+
+def _sampling(message: worker_pb2.Open) -> SamplingParams:
+    try:
+        params = SamplingParams.from_proto(message.sampling)
+        extra_args = json.loads(params.extra_args_json or b"{}")
+    except ValueError as error:
+        raise _violation(f"{message.request} has sampling parameters of no sense: {error}") from error
+    if not (0 <= params.temperature < math.inf and 0 <= params.top_p <= 1 and 0 <= params.min_p <= 1):
+        raise _violation(f"{message.request} has temperature {params.temperature}, top_p {params.top_p}, min_p {params.min_p}")
+    added = (params.presence_penalty, params.frequency_penalty, *(value for _, value in params.logit_bias))
+    if not (0 < params.repetition_penalty < math.inf and all(map(math.isfinite, added))):
+        raise _violation(f"{message.request} has penalties or biases that are not finite, or a repetition_penalty not above 0")
+    if len({token for token, _ in params.logit_bias}) < len(params.logit_bias):
+        raise _violation(f"{message.request} has two biases for one id")
+    if not isinstance(extra_args, dict):
+        raise _violation(f"{message.request} has extra arguments that are no JSON object")
+    if not all(params.bad_words):
+        raise _violation(f"{message.request} has an empty bad word")
+    return params
 
 
 def _ids(data: bytes, name: str) -> Ids:

@@ -38,6 +38,7 @@ class Executed:
     forward_us: int
     sample_us: int
     dead_ends: frozenset[int] = frozenset()
+    failed: frozenset[int] = frozenset()
 
 
 class Engine:
@@ -75,11 +76,12 @@ class Engine:
         sampled = sample(logits, sampling, vocabulary)
         ended = time.perf_counter_ns()
         indices = np.array([row.index for row in rows if row.sample], np.int64)
-        drawn = sampled.finite & ~sampled.dead
+        drawn = sampled.finite & ~(sampled.dead | sampled.failed)
         return Executed(
             tokens=dict(zip(indices[drawn].tolist(), sampled.tokens[drawn].tolist(), strict=True)),
             non_finite=frozenset(indices[~sampled.finite].tolist()),
             dead_ends=frozenset(indices[sampled.dead].tolist()),
+            failed=frozenset(indices[sampled.failed].tolist()),
             prepare_us=(prepared - began) // 1000,
             forward_us=(computed - prepared) // 1000,
             sample_us=(ended - computed) // 1000,

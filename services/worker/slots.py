@@ -17,6 +17,8 @@ from libs.blocks import blocks_for
 from libs.errors import ErrorCode, TokenloomError
 from libs.sampling import SamplingParams
 from services.worker.batch import Batch, Ids, Opening, Row
+from services.worker.sampling.custom import CustomProcessor
+from services.worker.sampling.steering import Steering, steer
 from services.worker.spans import Timeline
 from tokenloom.worker.v1 import worker_pb2
 
@@ -42,6 +44,7 @@ class Slot:
     tokens   prompt, then output; `known` of them are there, the first `computed` have their K and V in the blocks
     endings  ids that end the output (end of sequence unless ignored, stop ids)
     opened_with  tokens known at the opening: until the first token beyond them the slot is in its prefill
+    steering  what logits processors remember of it; None: it asks for none
     """
 
     request: str
@@ -55,6 +58,17 @@ class Slot:
     blocks: Ids
     num_blocks: int
     timeline: Timeline
+    steering: Steering | None = None
+
+    @property
+    def prompt_ids(self) -> Ids:
+        """The prompt; not to be written to."""
+        return _read_only(self.tokens[: self.prompt_length])
+
+    @property
+    def output_ids(self) -> Ids:
+        """The output so far; not to be written to."""
+        return _read_only(self.tokens[self.prompt_length : self.known])
 
     @property
     def output_length(self) -> int:
@@ -109,8 +123,10 @@ class StagedStep:
 class SlotTable:
     """All slots of a worker."""
 
-    def __init__(self, limits: Limits, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, limits: Limits, eos_token_ids: Sequence[int], processors: Sequence[CustomProcessor] = ()) -> None:
+        """`processors`: the operator's, which each opening is asked to take part in."""
         self._limits = limits
+        self._processors = processors
         self._eos = tuple(eos_token_ids)
         self._slots: dict[int, Slot] = {}
 
@@ -153,6 +169,8 @@ class SlotTable:
             if row.index in tokens:
                 slot.tokens[slot.known] = tokens[row.index]
                 slot.known += 1
+                if slot.steering is not None:
+                    slot.steering.advance(tokens[row.index])
         return gone
 
     def _open(self, opening: Opening) -> Slot:
@@ -185,6 +203,7 @@ class SlotTable:
             blocks=blocks,
             num_blocks=opening.block_ids.size,
             timeline=Timeline(opening.trace, opening.decode_span_id, opening.request_span_id),
+            steering=steer(opening.sampling, opening.prompt_ids, opening.output_ids, self._processors),
         )
 
     def _add_row(self, staged: StagedStep, index: int, row: Row, slot: Slot) -> bool:
@@ -208,6 +227,11 @@ class SlotTable:
         if new.size and int(new.max()) >= self._limits.num_blocks:
             raise _violation(f"{request} gets block {int(new.max())} of {self._limits.num_blocks}")
         blocks[at : at + new.size] = new
+
+
+def _read_only(ids: Ids) -> Ids:
+    ids.flags.writeable = False
+    return ids
 
 
 def _violation(message: str) -> TokenloomError:

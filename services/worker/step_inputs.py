@@ -9,8 +9,9 @@ import torch
 
 from libs.blocks import BLOCK_SIZE, blocks_for
 from services.worker.ops.base import StepInputs
-from services.worker.sampling.sampler import SamplingRows
-from services.worker.slots import StagedRow
+from services.worker.sampling.rows import NO_EDITS, Points, SamplingRows, points_of, within
+from services.worker.sampling.steering import SteeredRow, edits_of
+from services.worker.slots import Slot, StagedRow
 
 
 def build_inputs(rows: Sequence[StagedRow]) -> StepInputs:
@@ -39,13 +40,15 @@ def build_inputs(rows: Sequence[StagedRow]) -> StepInputs:
 
 
 def build_sampling(rows: Sequence[StagedRow], vocab_size: int) -> SamplingRows:
-    """Parameters of the rows that are sampled, in order; ids that would end an output that is too short are banned."""
+    """Parameters of the rows that are sampled, in order, and what those among them that ask for logits processors want of these."""
     slots = [row.slot for row in rows if row.sample]
     params = [slot.sampling for slot in slots]
-    banned = [(index, slot.endings) for index, slot in enumerate(slots) if slot.output_length < slot.sampling.min_tokens]
-    banned_ids = np.concatenate([ids for _, ids in banned]).astype(np.int64) if banned else np.empty(0, np.int64)
-    banned_rows = np.repeat(np.array([index for index, _ in banned], np.int64), [ids.size for _, ids in banned])
-    within = banned_ids < vocab_size
+    steered = [
+        SteeredRow(index, slot.request, slot.steering, slot.prompt_ids, slot.output_ids)
+        for index, slot in enumerate(slots)
+        if slot.steering is not None
+    ]
+    bans = _bans(slots, steered, vocab_size)
     return SamplingRows(
         temperature=np.array([item.temperature for item in params], np.float64),
         top_k=np.array([item.top_k for item in params], np.int64),
@@ -54,6 +57,14 @@ def build_sampling(rows: Sequence[StagedRow], vocab_size: int) -> SamplingRows:
         seeds=np.array([item.seed for item in params], np.uint64),
         choices=np.array([item.choice_index for item in params], np.uint64),
         output_indices=np.array([slot.output_length for slot in slots], np.uint64),
-        banned_rows=banned_rows[within],
-        banned_ids=banned_ids[within],
+        banned_rows=bans.rows,
+        banned_ids=bans.ids,
+        edits=edits_of(steered, vocab_size) if steered else NO_EDITS,
     )
+
+
+def _bans(slots: Sequence[Slot], steered: Sequence[SteeredRow], vocab_size: int) -> Points:
+    """Ids that must not be sampled now: those that would end an output that is too short, and those that would complete a bad word."""
+    short = [(index, slot.endings) for index, slot in enumerate(slots) if slot.output_length < slot.sampling.min_tokens]
+    worded = [(item.row, item.steering.bad_words.banned(item.output_ids)) for item in steered if item.steering.bad_words is not None]
+    return within(points_of([*short, *worded]), vocab_size)[0]

@@ -139,6 +139,8 @@ def _result(batch: Batch, staged: StagedStep, executed: Executed) -> worker_pb2.
             outcomes[row.index] = worker_pb2.ROW_OUTCOME_NON_FINITE
         elif row.index in executed.dead_ends:
             outcomes[row.index] = worker_pb2.ROW_OUTCOME_DEAD_END
+        elif row.index in executed.failed:
+            outcomes[row.index] = worker_pb2.ROW_OUTCOME_FAILED
         elif row.index in executed.tokens:
             counts[row.index] = 1
             tokens.append(executed.tokens[row.index])

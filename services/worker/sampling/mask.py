@@ -27,16 +27,7 @@ def allowed_ids(mask: torch.Tensor, rows: npt.NDArray[np.int64], vocab_size: int
     return torch.from_numpy(bits).bool()
 
 
-def apply_mask(logits: torch.Tensor, before: torch.Tensor, rows: npt.NDArray[np.int64], allowed: torch.Tensor) -> None:
-    """Forbids in `logits` ([R, V], in place) what the grammar of `rows` does not allow ([len(rows), V]).
-
-    Where nothing is left that was not banned before, the grammar counts alone: then the row is what it was `before` the bans
-    ([len(rows), V], the same rows), masked. A row whose grammar allows nothing ends up without any id.
-    """
+def apply_mask(logits: torch.Tensor, rows: npt.NDArray[np.int64], allowed: torch.Tensor) -> None:
+    """Forbids in `logits` ([R, V], in place) what is not `allowed` (bool[len(rows), V]) in `rows`; all of it may be gone then."""
     index = torch.from_numpy(rows).to(logits.device)
-    allowed = allowed.to(logits.device)
-    masked = torch.where(allowed, logits[index], FORBIDDEN)
-    empty = masked.amax(dim=1, keepdim=True) == FORBIDDEN
-    if empty.any():
-        masked = torch.where(empty, torch.where(allowed, before, FORBIDDEN), masked)
-    logits[index] = masked
+    logits[index] = torch.where(allowed.to(logits.device), logits[index], FORBIDDEN)

@@ -1,14 +1,13 @@
-"""Batched sampling: each row has its own parameters, and no Python runs per row.
+"""Batched sampling: each row has its own parameters, and no Python runs for a row that asks for no processor.
 
-Order of the filters (vLLM's):
+Logits processors and the grammar's mask come first, see `processing`. Then the order of the filters is vLLM's:
 
-    1. min_tokens   ids that would end the output get no probability while it is too short
-    2. greedy rows  argmax, ties to the lowest id; done
-    3. temperature  logits / temperature
-    4. min_p        only ids at least min_p times as probable as the best
-    5. top_k        only the k best; all that tie with the k-th stay
-    6. top_p        the smallest set of the best whose probability, among what is left, reaches top_p; ties with the last one stay
-    7. draw         the first id, in the order of ids, whose cumulative probability exceeds u * total (PROTOCOL.md rule 13)
+    1. greedy rows  argmax, ties to the lowest id; done
+    2. temperature  logits / temperature
+    3. min_p        only ids at least min_p times as probable as the best
+    4. top_k        only the k best; all that tie with the k-th stay
+    5. top_p        the smallest set of the best whose probability, among what is left, reaches top_p; ties with the last one stay
+    6. draw         the first id, in the order of ids, whose cumulative probability exceeds u * total (PROTOCOL.md rule 13)
 
 Probabilities are float64 and are summed one after the other, so that a row's result does not depend on the rows beside it.
 """
@@ -16,52 +15,37 @@ Probabilities are float64 and are summed one after the other, so that a row's re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from services.worker.sampling.draws import uniforms
-from services.worker.sampling.mask import FORBIDDEN, allowed_ids, apply_mask, constrained_rows
+from services.worker.sampling.processing import process
+from services.worker.sampling.rows import SamplingRows
 
 # A row whose nucleus lies within this many best ids needs no sort of the whole vocabulary.
 _CANDIDATES = 256
-_NO_ROWS: npt.NDArray[np.int64] = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """Parameters of the sampled rows, parallel arrays of R entries; see common.v1.SamplingParams for units and what zero means.
-
-    `banned_rows`, `banned_ids`: pairs (row, id) that must not be sampled (min_tokens). Ids are below the vocabulary's size.
-    """
-
-    temperature: npt.NDArray[np.float64]
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float64]
-    min_p: npt.NDArray[np.float64]
-    seeds: npt.NDArray[np.uint64]
-    choices: npt.NDArray[np.uint64]
-    output_indices: npt.NDArray[np.uint64]
-    banned_rows: npt.NDArray[np.int64]
-    banned_ids: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What came of R rows: `tokens` int64[R]; where `finite` is false or `dead` is true a row's token means nothing.
+    """What came of R rows: `tokens` int64[R]; where `finite` is false, or `dead` or `failed` is true, a row's token means nothing.
 
     finite  bool[R]: the model's logits were
     dead    bool[R]: they were, and processors and grammar left no id to sample
+    failed  bool[R]: they were, and the operator's processor raised
     """
 
     tokens: npt.NDArray[np.int64]
     finite: npt.NDArray[np.bool_]
     dead: npt.NDArray[np.bool_]
+    failed: npt.NDArray[np.bool_]
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows, vocab_size: int, mask: torch.Tensor | None = None) -> Sampled:
-    """One token below `vocab_size` per row of `logits` (floating, [R, at least vocab_size]; changed where ids are banned).
+    """One token below `vocab_size` per row of `logits` (floating, [R, at least vocab_size]; changed where rows ask for it).
 
     `mask`: what each row's grammar allows, int32[R, at least ceil(vocab_size / 32)] on the CPU: bit i % 32 (lowest first) of word i // 32
     stands for id i; rows without a grammar have all bits set (-1). None: no row has a grammar. It is applied after all else and wins:
@@ -69,41 +53,33 @@ def sample(logits: torch.Tensor, rows: SamplingRows, vocab_size: int, mask: torc
     """
     logits = logits[:, :vocab_size]
     finite = torch.isfinite(logits).all(dim=1).cpu().numpy()
-    constrained = constrained_rows(mask) if mask is not None else _NO_ROWS
-    before = logits[torch.from_numpy(constrained)] if constrained.size else logits
-    if rows.banned_rows.size:
-        logits[torch.from_numpy(rows.banned_rows), torch.from_numpy(rows.banned_ids)] = FORBIDDEN
-    if mask is not None and constrained.size:
-        apply_mask(logits, before, constrained, allowed_ids(mask, constrained, vocab_size))
-    dead = np.zeros(finite.size, np.bool_)
-    narrowed = np.union1d(rows.banned_rows, constrained)
-    if narrowed.size:
-        dead[narrowed] = finite[narrowed] & (logits[torch.from_numpy(narrowed)].amax(dim=1) == FORBIDDEN).cpu().numpy()
+    processed = process(logits, rows, mask, finite)
+    logits, dead, failed = processed.logits, processed.dead, processed.failed
     tokens = logits.argmax(dim=1).cpu().numpy()
     filtered = ((rows.top_k > 0) & (rows.top_k < vocab_size)) | (rows.top_p < 1)
-    drawn = (rows.temperature > 0) & finite & ~dead
+    drawn = (rows.temperature > 0) & finite & ~(dead | failed)
     for group, with_cut in ((np.flatnonzero(drawn & ~filtered), False), (np.flatnonzero(drawn & filtered), True)):
         if group.size:
-            picked = logits[torch.from_numpy(group)] if group.size < finite.size else logits
+            picked = logits[torch.from_numpy(group).to(logits.device)] if group.size < finite.size else logits
             tokens[group] = _draw(picked.double(), rows, group, with_cut)
-    return Sampled(tokens, finite, dead)
+    return Sampled(tokens, finite, dead, failed)
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows, group: npt.NDArray[np.int64], with_cut: bool) -> npt.NDArray[np.int64]:
-    """Steps 3 to 7 for the rows `group`, whose logits (float64) are given. `with_cut`: top_k or top_p is in use."""
-    logits = logits / _column(rows.temperature[group])
+    """Steps 2 to 6 for the rows `group`, whose logits (float64) are given. `with_cut`: top_k or top_p is in use."""
+    logits = logits / _column(rows.temperature[group], logits)
     weights = torch.exp(logits - logits.max(dim=1, keepdim=True).values)
     min_p = rows.min_p[group]
     if min_p.any():
-        weights = torch.where(weights >= _column(min_p), weights, 0.0)
+        weights = torch.where(weights >= _column(min_p, weights), weights, 0.0)
     if with_cut:
         weights = torch.where(weights >= _thresholds(weights, rows.top_k[group], rows.top_p[group]), weights, 0.0)
     cumulative = weights.cumsum(dim=1)
-    u = torch.from_numpy(uniforms(rows.seeds[group], rows.choices[group], rows.output_indices[group]))
-    chosen = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    u = _column(uniforms(rows.seeds[group], rows.choices[group], rows.output_indices[group]), weights)
+    chosen = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
     # u * total can round up to total itself: then it is the last id that has any probability, the first to reach the total.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]
-    return torch.minimum(chosen, last).numpy()
+    return torch.minimum(chosen, last).cpu().numpy()
 
 
 def _thresholds(weights: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float64]) -> torch.Tensor:
@@ -112,7 +88,7 @@ def _thresholds(weights: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.
     Looks at a few best ids first; only rows whose nucleus is wider are sorted whole (4 ms a row for 49,152 ids).
     """
     width = weights.shape[1]
-    k, p = torch.from_numpy(top_k)[:, None], _column(top_p)
+    k, p = _column(top_k, weights), _column(top_p, weights)
     k = torch.where(k > 0, k.clamp(max=width), width)
     total = weights.cumsum(dim=1)[:, -1:]
     threshold, settled = _cut(torch.topk(weights, min(_CANDIDATES, width), dim=1).values, k, p, total, width)
@@ -138,5 +114,5 @@ def _cut(best: torch.Tensor, k: torch.Tensor, p: torch.Tensor, total: torch.Tens
     return best.gather(1, kept.clamp(max=shown) - 1).clamp(min=torch.finfo(torch.float64).tiny), settled
 
 
-def _column(values: npt.NDArray[np.float64]) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values))[:, None]
+def _column(values: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))[:, None].to(like.device)
