@@ -68,6 +68,14 @@ class ApiSettings(Settings):
         description="Take the keys of `tokenloom keys` too, with their limits per minute. /v1 is closed to all others, "
         "and to keys that cannot be checked while the store is away.",
     )
+    trust_request_chat_template: bool = Field(
+        False,
+        description="Serve `chat_template` of a request: a client's Jinja program then runs in the tokenizer, in a sandbox with "
+        "limits of time and memory.",
+    )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="Log-probabilities name tokens `token_id:17` where a request does not say `return_tokens_as_token_ids`."
+    )
 
 
 class CorsSettings(Settings):

@@ -91,7 +91,68 @@ BAD_CHATS = [
     ({"n": True}, "n"),
     ({"n": 2, "temperature": 0}, "n"),
     ({"n": 2, "best_of": 1}, "best_of"),
-    ({"n": 2, "best_of": 3}, "best_of"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": -1}, "repetition_penalty"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"05": 1}}, "logit_bias"),
+    ({"logit_bias": {"five": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"257": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": "much"}}, "logit_bias"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [257]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
+    ({"bad_words": [""]}, "bad_words[0]"),
+    ({"bad_words": ["ok", "x" * 1025]}, "bad_words[1]"),
+    ({"bad_words": ["x"] * 513}, "bad_words"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    ({"vllm_xargs": {"a": {}}}, "vllm_xargs.a"),
+    ({"vllm_xargs": {"a": True}}, "vllm_xargs.a"),
+    ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+    ({"messages": [{"role": "user", "content": "hi", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}]}, "messages[0].tool_calls[0].function.name"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0].tool_calls[0].function.name"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": "3"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": "[" * 3000}}, "structured_outputs.json"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]"),
+    ({"structured_outputs": {"choice": ["a"] * 4097}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "x" * (256 * 1024 + 1)}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"grammar": " "}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"json_object": True, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs.disable_any_whitespace"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ({"guided_json": "nonsense"}, "guided_json"),
+    ({"guided_regex": "a", "guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+    ({"guided_regex": "a", "guided_decoding_backend": "llguidance:odd"}, "guided_decoding_backend"),
+    ({"n": 2, "best_of": 3}, "best_of"),  # in chats
     ({"priority": 1}, "priority"),
     ({"priority": -1}, "priority"),
     ({"priority": 2**31}, "priority"),
@@ -110,6 +171,29 @@ async def test_a_wrong_chat_is_a_400_that_names_the_parameter(shared, fields, pa
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert error["message"]
+    assert shared.scheduler.submitted.empty()
+
+
+BAD_COMPLETIONS = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"best_of": 2, "temperature": 0}, "best_of"),
+    ({"best_of": 257}, "best_of"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"add_special_tokens": 1}, "add_special_tokens"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_COMPLETIONS)
+@together
+async def test_a_wrong_completion_is_a_400_that_names_the_parameter(shared, fields, param):
+    response = await shared.complete("hi", **fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
     assert shared.scheduler.submitted.empty()
 
 
@@ -142,38 +226,22 @@ async def test_a_wrong_prompt_is_a_400_that_names_it(shared, prompt, param):
 
 
 NOT_BUILT = [
-    ("best_of", 3),
-    ("logprobs", True),
-    ("top_logprobs", 2),
-    ("prompt_logprobs", 0),
     ("echo", True),
     ("suffix", "x"),
-    ("logit_bias", {"5": 1}),
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", -1),
-    ("repetition_penalty", 1.1),
-    ("response_format", {"type": "json_object"}),
-    ("tools", [{"type": "function"}]),
-    ("tool_choice", "required"),
-    ("guided_json", {}),
-    ("structured_outputs", {"regex": "a"}),
-    ("bad_words", ["x"]),
+    ("functions", [{"name": "f"}]),
+    ("function_call", {"name": "f"}),
+    ("guided_whitespace_pattern", " "),
+    ("spaces_between_special_tokens", False),
+    ("truncation_side", "right"),
+    ("logprob_token_ids", [1]),
+    ("thinking_token_budget", 5),
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x"}),
     ("use_beam_search", True),
-    ("skip_special_tokens", False),
-    ("include_stop_str_in_output", True),
-    ("add_special_tokens", True),
-    ("truncate_prompt_tokens", 5),
     ("lora_request", {}),
 ]
 
 
-@pytest.mark.refuses("logprobs", reason="not built yet")
-@pytest.mark.refuses("penalties", reason="not built yet")
-@pytest.mark.refuses("token bias", reason="not built yet")
-@pytest.mark.refuses("structured output", reason="not built yet")
-@pytest.mark.refuses("tools", reason="not built yet")
 @pytest.mark.refuses("beam search", reason="not built yet")
 @pytest.mark.refuses("images and audio", reason="not built yet")
 @pytest.mark.refuses("LoRA", reason="not built yet")

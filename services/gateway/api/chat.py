@@ -7,6 +7,7 @@ from services.gateway.api.decode import decode_chat
 from services.gateway.api.endpoint import Api
 from services.gateway.api.messages import MessageReader
 from services.gateway.api.models import resolve_model
+from services.gateway.api.policy import Policy
 from services.gateway.api.validate import want_chat
 from services.gateway.api.writers import Form, Writer
 from services.gateway.mesh import Mesh
@@ -15,7 +16,7 @@ from services.gateway.wanted import Wanted
 
 def _read(body: bytearray, mesh: Mesh, label: str) -> Wanted:
     request = decode_chat(body)
-    return want_chat(request, resolve_model(mesh.config, request.model), label, max_sequences=mesh.config.max_prompts)
+    return want_chat(request, resolve_model(mesh.config, request.model), label, Policy.of(mesh.config))
 
 
 def _writer(form: Form, _mesh: Mesh) -> Writer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import msgspec
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.logs import get_logger
-from services.gateway.api.fields import NO_EFFECT, REFUSED, REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, Neutral
+from services.gateway.api.fields import NO_EFFECT, REFUSED, REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, RENAMED, Neutral
 from services.gateway.api.requests import ChatRequest, CompletionRequest
 
 # At most so many unknown names, of so many characters, go into a log line: a client chooses them.
@@ -46,6 +47,8 @@ def _decode(body: bytes | bytearray, kind: type[RequestT], refused_too: Mapping[
         if neutral is not None:
             if value is not None and not neutral(value):
                 raise TokenloomError(ErrorCode.UNSUPPORTED, f"{name} is not supported by this server yet", param=name)
+        elif name in RENAMED and value is not None:
+            _warn_renamed(name)
         elif name not in kind.__struct_fields__ and name not in NO_EFFECT:
             unknown.append(name[:_MAX_NAME])
     if unknown:
@@ -54,6 +57,12 @@ def _decode(body: bytes | bytearray, kind: type[RequestT], refused_too: Mapping[
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
+
+
+@functools.cache
+def _warn_renamed(name: str) -> None:
+    """Once in the life of the process: clients repeat themselves."""
+    _log.warning("a client uses a parameter's old name", old=name, new=RENAMED[name])
 
 
 def _json_object(body: bytes | bytearray) -> dict[str, Any]:

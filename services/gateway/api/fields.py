@@ -19,10 +19,6 @@ def _one_of(*values: Any) -> Neutral:
     return neutral
 
 
-def _text_format(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 NO_EFFECT = frozenset(
     {
         "store",
@@ -31,7 +27,6 @@ NO_EFFECT = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
         "user",
     }
 )
@@ -41,37 +36,20 @@ _OFF = _one_of(False)
 _NOTHING = _one_of()
 
 REFUSED: Mapping[str, Neutral] = {
-    "logprobs": _OFF,
-    "top_logprobs": _one_of(0),
-    "prompt_logprobs": _NOTHING,
-    "echo": _OFF,
     "suffix": _EMPTY,
-    "logit_bias": _EMPTY,
-    "presence_penalty": _one_of(0),
-    "frequency_penalty": _one_of(0),
-    "repetition_penalty": _one_of(1),
     "length_penalty": _one_of(1),
     "use_beam_search": _OFF,
-    "response_format": _text_format,
-    "structured_outputs": _EMPTY,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
-    "guided_decoding_backend": _NOTHING,
+    "early_stopping": _OFF,
     "guided_whitespace_pattern": _NOTHING,
-    "structural_tag": _NOTHING,
-    "tools": _EMPTY,
-    "tool_choice": _one_of("none", "auto"),
     "functions": _EMPTY,
     "function_call": _one_of("none", "auto"),
-    "include_stop_str_in_output": _OFF,
-    "skip_special_tokens": _one_of(True),
     "spaces_between_special_tokens": _one_of(True),
-    "truncate_prompt_tokens": _NOTHING,
-    "allowed_token_ids": _EMPTY,
-    "bad_words": _EMPTY,
+    "truncation_side": _one_of("left"),
     "logits_processors": _EMPTY,
+    "logprob_token_ids": _EMPTY,
+    "thinking_token_budget": _one_of(-1),
+    "repetition_detection": _EMPTY,
+    "watermarking": _OFF,
     "lora_request": _NOTHING,
     "adapter": _EMPTY,
     "modalities": _one_of(["text"], []),
@@ -79,15 +57,28 @@ REFUSED: Mapping[str, Neutral] = {
     "prediction": _NOTHING,
     "web_search_options": _NOTHING,
     "verbosity": _one_of("medium"),
-    "chat_template": _NOTHING,
-    "documents": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
+    "media_io_kwargs": _EMPTY,
     "kv_transfer_params": _EMPTY,
-    "vllm_xargs": _EMPTY,
-    "return_tokens_as_token_ids": _OFF,
+    "ec_transfer_params": _EMPTY,
     "prompt_embeds": _NOTHING,
 }
 
-# Whether a prompt gets the tokenizer's special tokens is fixed: a completion's does, a chat's are in its template.
-REFUSED_IN_CHATS: Mapping[str, Neutral] = {"add_special_tokens": _OFF}
-REFUSED_IN_COMPLETIONS: Mapping[str, Neutral] = {"add_special_tokens": _one_of(True)}
+REFUSED_IN_CHATS: Mapping[str, Neutral] = {"echo": _OFF}
+REFUSED_IN_COMPLETIONS: Mapping[str, Neutral] = {
+    "top_logprobs": _one_of(0),
+    "tools": _EMPTY,
+    "tool_choice": _one_of("none", "auto"),
+    "chat_template": _NOTHING,
+    "continue_final_message": _OFF,
+}
+
+# What vLLM has renamed: both names work, the old one warns.
+RENAMED: Mapping[str, str] = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_decoding_backend": "the server's --structured-outputs-config.backend",
+    "structural_tag": "structured_outputs.structural_tag",
+}

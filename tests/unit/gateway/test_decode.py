@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from libs.errors import TokenloomError
 from services.gateway.api.decode import decode_chat, decode_completion
 from services.gateway.api.fields import NO_EFFECT, REFUSED
+from services.gateway.api.policy import Policy
 from services.gateway.api.requests import ChatRequest, CompletionRequest
 from services.gateway.api.validate import want_chat, want_completion
 from services.gateway.wanted import Wanted
@@ -29,8 +30,8 @@ def understand(body: bytes) -> list[Wanted | TokenloomError]:
     """Both APIs' view of a body."""
     found: list[Wanted | TokenloomError] = []
     for attempt in (
-        lambda: want_chat(decode_chat(body), "m", "label", max_sequences=4),
-        lambda: want_completion(decode_completion(body), "m", "label", max_sequences=4),
+        lambda: want_chat(decode_chat(body), "m", "label", Policy(4)),
+        lambda: want_completion(decode_completion(body), "m", "label", Policy(4)),
     ):
         try:
             found.append(attempt())
@@ -81,7 +82,7 @@ def test_a_refused_field_may_be_null(name):
     assert decode_completion(body).prompt == "a"
 
 
-@pytest.mark.parametrize(("name", "value"), [("n", True), ("presence_penalty", False), ("echo", 0), ("logprobs", 0), ("best_of", "1")])
+@pytest.mark.parametrize(("name", "value"), [("n", True), ("presence_penalty", False), ("echo", 0), ("logprobs", True), ("best_of", "1")])
 def test_a_boolean_is_no_number_and_a_number_no_boolean(name, value):
     with pytest.raises(TokenloomError):
         decode_completion(msgspec.json.encode({"prompt": "a", name: value}))

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.blocks import root_hash
-from libs.errors import ErrorCode, TokenloomError
+from libs.errors import TokenloomError
+from services.gateway.api.policy import Policy
 from services.gateway.api.requests import ChatRequest, CompletionRequest, Message
 from services.gateway.api.validate import MAX_CACHE_SALT_BYTES, want_chat, want_completion
 from services.gateway.wanted import Wanted
@@ -17,7 +18,7 @@ SALTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4
 
 
 def wants(prompt: str | list[str] = "a", *, max_sequences: int = 16, **fields) -> Wanted:
-    return want_completion(CompletionRequest(prompt=prompt, **fields), "m", "label", max_sequences=max_sequences)
+    return want_completion(CompletionRequest(prompt=prompt, **fields), "m", "label", Policy(max_sequences))
 
 
 def salt_of(wanted: Wanted) -> bytes:
@@ -45,7 +46,7 @@ def test_a_salt_never_looks_like_one_of_another_kind(text):
 
 def test_a_chat_is_salted_as_a_completion_is():
     request = ChatRequest(messages=[Message(role="user", content="hi")], cache_salt="s")
-    assert salt_of(want_chat(request, "m", "label", max_sequences=4)) == salt_of(wants(["a", "b"], cache_salt="s"))
+    assert salt_of(want_chat(request, "m", "label", Policy(4))) == salt_of(wants(["a", "b"], cache_salt="s"))
 
 
 def test_a_salt_has_a_length_in_bytes():
@@ -68,13 +69,16 @@ def test_too_many_prompts_are_the_prompts_fault_and_too_many_choices_those_of_n(
     assert refusal(prompt=["a"] * 16, n=2).param == "n"
 
 
-@pytest.mark.parametrize(("n", "best_of", "fine"), [(None, 1, True), (3, 3, True), (3, None, True), (None, 2, False), (3, 1, False)])
-def test_best_of_must_equal_n(n, best_of, fine):
-    if fine:
-        assert wants(n=n, best_of=best_of).n == (n or 1)
-    else:
-        error = refusal(n=n, best_of=best_of)
-        assert (error.code, error.param) == (ErrorCode.UNSUPPORTED, "best_of")
+@pytest.mark.parametrize(("n", "best_of", "generated"), [(None, 1, 1), (3, 3, 3), (3, None, 3), (None, 2, 2), (3, 5, 5)])
+def test_best_of_generates_more_choices_than_are_shown(n, best_of, generated):
+    wanted = wants(n=n, best_of=best_of)
+    assert (wanted.n, wanted.generated) == (n or 1, generated)
+    assert wanted.sampling.logprobs == (0 if generated > wanted.n else None), "they are compared by their tokens' log-probabilities"
+
+
+@pytest.mark.parametrize("fields", [{"n": 3, "best_of": 2}, {"best_of": 17}, {"best_of": 2, "stream": True}, {"best_of": 0}])
+def test_best_of_that_cannot_be_is_refused(fields):
+    assert refusal(**fields).param == "best_of"
 
 
 @pytest.mark.parametrize("priority", [-(2**31) - 1, 2**31])

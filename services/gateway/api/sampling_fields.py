@@ -1,0 +1,171 @@
+"""How tokens are chosen and when they end: ranges as OpenAI and vLLM have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from services.gateway.api.checks import INT64, UINT32, check, check_count, check_text, invalid
+from services.gateway.api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from services.gateway.wanted import ClientSampling, Shown
+
+MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_STOPS = 64
+MAX_STOP_BYTES = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_BYTES = 1024
+MAX_XARGS_BYTES = 64 * 1024
+# Above every vocabulary: what a list of distinct ids may hold before the model is known.
+MAX_IDS = 1 << 20
+# What OpenAI and vLLM give a completion whose request is silent.
+COMPLETION_MAX_TOKENS = 16
+_XARG = (str, int, float)
+
+
+def sampling_of(request: GenerationRequest, shown: Shown) -> ClientSampling:
+    """Sampling and stopping of a request whose response shows `shown`. Raises TokenloomError naming the parameter at fault."""
+    name, max_tokens = _max_tokens(request)
+    if shown.echo_only:
+        max_tokens = 1
+    elif max_tokens is not None:
+        check(name, max_tokens, max_tokens >= 1, "at least 1")
+    _check_distribution(request)
+    min_tokens = request.min_tokens or 0
+    check("min_tokens", min_tokens, min_tokens >= 0, "at least 0")
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise invalid(f"min_tokens ({min_tokens}) must not exceed {name} ({max_tokens})", "min_tokens")
+    return ClientSampling(
+        max_tokens=max_tokens,
+        max_tokens_param=name,
+        min_tokens=min_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=None if request.top_k is None else max(request.top_k, 0),
+        min_p=request.min_p,
+        seed=request.seed,
+        ignore_eos=request.ignore_eos is True,
+        stop=_stops(request.stop),
+        stop_token_ids=_stop_token_ids(request.stop_token_ids),
+        repetition_penalty=_penalty(request.repetition_penalty),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(request.logit_bias or {}),
+        allowed_token_ids=_allowed_token_ids(request.allowed_token_ids),
+        include_stop_in_output=request.include_stop_str_in_output is True,
+        logprobs=_needed_logprobs(request, shown),
+        prompt_logprobs=_needed_prompt_logprobs(shown),
+        extra_args_json=_extra_args(request.vllm_xargs),
+    )
+
+
+def _max_tokens(request: GenerationRequest) -> tuple[str, int | None]:
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return "max_completion_tokens", request.max_completion_tokens
+    if isinstance(request, CompletionRequest) and request.max_tokens is None:
+        return "max_tokens", COMPLETION_MAX_TOKENS
+    return "max_tokens", request.max_tokens
+
+
+def _check_distribution(request: GenerationRequest) -> None:
+    if request.temperature is not None:
+        check("temperature", request.temperature, 0 <= request.temperature <= MAX_TEMPERATURE, f"in [0, {MAX_TEMPERATURE:g}]")
+    if request.top_p is not None:
+        check("top_p", request.top_p, 0 < request.top_p <= 1, "in (0, 1]")
+    if request.top_k is not None:
+        check("top_k", request.top_k, request.top_k >= -1, "-1 or 0 (off), or at least 1")
+    if request.min_p is not None:
+        check("min_p", request.min_p, 0 <= request.min_p <= 1, "in [0, 1]")
+    if request.seed is not None:
+        check("seed", request.seed, request.seed in INT64, "a signed 64-bit integer")
+    for name, penalty in (("presence_penalty", request.presence_penalty), ("frequency_penalty", request.frequency_penalty)):
+        if penalty is not None:
+            check(name, penalty, abs(penalty) <= MAX_PENALTY, f"in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+
+
+def _penalty(penalty: float | None) -> float:
+    if penalty is None:
+        return 1.0
+    # The logits are divided by it, in float32.
+    check("repetition_penalty", penalty, 1e-6 <= penalty <= 1e6, "greater than 0, between 1e-6 and 1e6")
+    return penalty
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    check_count("stop", len(stops), MAX_STOPS, "strings")
+    for index, text in enumerate(stops):
+        check_text("stop" if isinstance(stop, str) else f"stop[{index}]", text, MAX_STOP_BYTES)
+    return stops
+
+
+def _stop_token_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
+    check_count("stop_token_ids", len(ids or ()), MAX_STOP_TOKEN_IDS, "ids")
+    return _ids("stop_token_ids", ids or ())
+
+
+def _allowed_token_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if not ids:
+        raise invalid("allowed_token_ids must not be empty: nothing could be generated", "allowed_token_ids")
+    check_count("allowed_token_ids", len(ids), MAX_IDS, "ids")
+    return _ids("allowed_token_ids", ids)
+
+
+def _ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
+    for index, token_id in enumerate(ids):
+        check(f"{name}[{index}]", token_id, token_id in UINT32, "a token id")
+    return tuple(dict.fromkeys(ids))
+
+
+def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    check_count("logit_bias", len(bias), MAX_IDS, "ids")
+    found = []
+    for key, value in bias.items():
+        name = f"logit_bias.{key[:20]}"
+        # One spelling per id, or "5" and "05" would be two biases of one.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) in UINT32):
+            raise invalid(f"logit_bias: {key[:20]!r} is not a token id", "logit_bias")
+        check(name, value, abs(value) <= MAX_BIAS, f"in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
+        if value:
+            found.append((int(key), value))
+    return tuple(found)
+
+
+def bad_words_of(request: GenerationRequest) -> list[str]:
+    """Texts that the output must not contain, each once. Raises TokenloomError naming the one at fault."""
+    words = request.bad_words or []
+    check_count("bad_words", len(words), MAX_BAD_WORDS, "texts")
+    for index, word in enumerate(words):
+        check_text(f"bad_words[{index}]", word, MAX_BAD_WORD_BYTES)
+    return list(dict.fromkeys(words))
+
+
+def _needed_logprobs(request: GenerationRequest, shown: Shown) -> int | None:
+    """What is shown; the best of several are chosen by the tokens' own log-probabilities."""
+    if shown.logprobs is None and request.best_of is not None and request.best_of > (request.n or 1):
+        return 0
+    return shown.logprobs
+
+
+def _needed_prompt_logprobs(shown: Shown) -> int | None:
+    asked = [count for count in (shown.prompt_logprobs, shown.logprobs if shown.echo else None) if count is not None]
+    return max(asked, default=None)
+
+
+def _extra_args(arguments: Mapping[str, Any] | None) -> bytes:
+    if not arguments:
+        return b""
+    for key, value in arguments.items():
+        for item in value if isinstance(value, list) else (value,):
+            if not isinstance(item, _XARG) or isinstance(item, bool):
+                raise invalid("vllm_xargs: values must be strings, numbers or lists of them", f"vllm_xargs.{key[:64]}")
+    encoded = msgspec.json.encode(arguments)
+    if len(encoded) > MAX_XARGS_BYTES:
+        raise invalid(f"vllm_xargs exceeds the limit of {MAX_XARGS_BYTES} bytes", "vllm_xargs")
+    return encoded
