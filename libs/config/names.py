@@ -14,6 +14,7 @@ _COMMON = frozenset({"config", "log_level", "log_format", "otlp_endpoint", "metr
 SERVICE_SETTINGS: Mapping[str, frozenset[str]] = {
     "gateway": _COMMON
     | {"host", "port", "uds", "served_model_name", "api_key", "api_keys_from_store", "store"}
+    | {"trust_request_chat_template", "return_tokens_as_token_ids"}
     | {"allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"}
     | {"max_body_bytes", "max_prompts", "request_timeout", "slow_reader_timeout", "sse_keep_alive", "drain_delay"}
     | {
