@@ -16,6 +16,7 @@ from services.gateway.api.chat import CHAT
 from services.gateway.api.completions import COMPLETIONS
 from services.gateway.api.endpoint import GenerationEndpoint
 from services.gateway.api.ops import error_response, routes
+from services.gateway.api.tokenize import DETOKENIZE, TOKENIZE, TextEndpoint
 from services.gateway.auth import RequireKey
 from services.gateway.mesh import Mesh
 from services.gateway.metrics import GatewayMetrics
@@ -40,8 +41,9 @@ def new_app(mesh: Mesh) -> Starlette:
     if config.api_key or config.api_keys_from_store:
         middleware.append(Middleware(RequireKey, keys=mesh.keys, quotas=mesh.quotas, metrics=mesh.metrics))
     generating = [Route(api.route, GenerationEndpoint(mesh, api), methods=["POST"]) for api in (CHAT, COMPLETIONS)]
+    text = [Route(api.route, TextEndpoint(mesh, api), methods=["POST"]) for api in (TOKENIZE, DETOKENIZE)]
     return Starlette(
-        routes=[*generating, *routes(mesh)],
+        routes=[*generating, *text, *routes(mesh)],
         middleware=middleware,
         exception_handlers={HTTPException: _on_http_exception, TokenloomError: _on_error},
     )
@@ -110,7 +112,9 @@ class CountResponses:
             self._metrics.http_requests.labels(path=_route_of(scope["path"]), status=str(status)).inc()
 
 
-_PATHS = frozenset({CHAT.route, COMPLETIONS.route, "/v1/models", "/health", "/ready", "/version", "/metrics"})
+_PATHS = frozenset(
+    {CHAT.route, COMPLETIONS.route, TOKENIZE.route, DETOKENIZE.route, "/v1/models", "/health", "/ready", "/version", "/metrics"}
+)
 
 
 def _route_of(path: str) -> str:

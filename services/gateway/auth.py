@@ -1,4 +1,4 @@
-"""The door of /v1: no request without a valid key, and the key's limits on every answer."""
+"""The door of /v1 and of the endpoints that work for it: no request without a valid key, and the key's limits on every answer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.quota import VISIT, Quotas, Visit
 
+# vLLM leaves the two beside /v1 open; here they would let anybody use the tokenizers up.
+GUARDED = ("/v1/", "/tokenize", "/detokenize")
+
 
 class RequireKey:
-    """Lets /v1 be used only with a key of `keys` as bearer token."""
+    """Lets the paths that begin with one of GUARDED be used only with a key of `keys` as bearer token."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, quotas: Quotas, metrics: GatewayMetrics) -> None:
         self._app, self._keys, self._quotas, self._metrics = app, keys, quotas, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
             await self._app(scope, receive, send)
             return
         try:

@@ -56,7 +56,8 @@ class Replica:
 
 
 class TokenizerClient:
-    """Encodes through whichever replica is least busy, and keeps the text table.
+    """Encodes through whichever replica is least busy, and keeps the text table. `tool_format`: how its chat template has calls written,
+    "" where that is not known.
 
     `expected_fingerprint` says which tokenizer the workers' model wants (empty: not known yet). `patience`: seconds that an encode waits
     for a replica to come back when none can be reached; a restart is a pause then, not an error.
@@ -79,6 +80,7 @@ class TokenizerClient:
         self._turn = 0
         self._patience_ns = round(patience * 1e9)
         self.table: TextTable | None = None
+        self.tool_format = ""
 
     @staticmethod
     def _replica(address: str) -> Replica:
@@ -125,6 +127,22 @@ class TokenizerClient:
         self._metrics.tokenizer_call.observe((self._clock.monotonic_ns() - began) / 1e9)
         return response
 
+    async def decode(self, token_ids: bytes, *, timeout: float | None) -> str:
+        """The text of ids (little-endian uint32), special tokens included. `timeout` is in seconds (None: a minute).
+
+        Raises TokenloomError as `encode` does, INVALID_REQUEST for an id that is out of range.
+        """
+        began = self._clock.monotonic_ns()
+        limit_ns = began + round((ENCODE_TIMEOUT if timeout is None else timeout) * 1e9)
+        request = tokenizer_pb2.DecodeRequest(token_ids=token_ids)
+
+        async def call(replica: Replica) -> str:
+            left = max((limit_ns - self._clock.monotonic_ns()) / 1e9, 0.001)
+            response: tokenizer_pb2.DecodeResponse = await replica.stub.Decode(request, timeout=left)  # type: ignore[misc]
+            return response.text
+
+        return await self._patiently(call, min(began + self._patience_ns, limit_ns))
+
     async def _patiently(self, call: Callable[[Replica], Awaitable[_T]], until_ns: int) -> _T:
         """Makes a call; while no replica can be reached, tries again as soon as one connects, until `until_ns` (monotonic)."""
         while True:
@@ -167,20 +185,23 @@ class TokenizerClient:
             await self._anywhere(call)
 
     async def _try_table(self, wanted: str) -> None:
-        async def call(replica: Replica) -> TextTable:
+        async def call(replica: Replica) -> tuple[TextTable, str]:
             message: tokenizer_pb2.GetTextTableResponse = await replica.stub.GetTextTable(  # type: ignore[misc]
                 tokenizer_pb2.GetTextTableRequest(), timeout=CONTROL_TIMEOUT
             )
+            described: tokenizer_pb2.DescribeResponse = await replica.stub.Describe(  # type: ignore[misc]
+                tokenizer_pb2.DescribeRequest(), timeout=CONTROL_TIMEOUT
+            )
             # 50 thousand slices: off the loop, which is serving other requests when a tokenizer is exchanged.
-            return await asyncio.to_thread(TextTable.from_proto, message)
+            return await asyncio.to_thread(TextTable.from_proto, message), described.tool_format
 
         try:
-            table = await self._anywhere(call)
+            table, tool_format = await self._anywhere(call)
         except (TokenloomError, ValueError) as error:
             _log.debug("the text table is not there yet", error=str(error))
             return
         if self.table is None or table.fingerprint == wanted:
-            self.table = table
+            self.table, self.tool_format = table, tool_format
             _log.info("text table loaded", tokenizer=table.fingerprint[:12], vocab_size=table.vocab_size, verified=table.verified)
 
     async def _anywhere(self, call: Callable[[Replica], Awaitable[_T]]) -> _T:

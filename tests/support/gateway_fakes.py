@@ -85,7 +85,16 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             message = f"the prompt has {len(ids)} tokens, more than the {request.max_tokens} allowed"
             await abort(context, TokenloomError(ErrorCode.PROMPT_TOO_LONG, message, param=param))
         hashes = b"".join(block_hashes(ids, request.hash_salt))
-        return tokenizer_pb2.EncodeResponse(token_ids=pack_ids(ids), block_hashes=hashes, tokenizer_fingerprint=self.table.fingerprint)
+        tokens = [chr(token_id) for token_id in ids] if request.want_tokens else ()
+        return tokenizer_pb2.EncodeResponse(
+            token_ids=pack_ids(ids), block_hashes=hashes, tokenizer_fingerprint=self.table.fingerprint, tokens=tokens
+        )
+
+    async def Decode(self, request, context):
+        ids = unpack_ids(request.token_ids)
+        if max(ids, default=0) >= VOCAB:
+            await abort(context, TokenloomError(ErrorCode.INVALID_REQUEST, f"token id {max(ids)} is out of range", param="prompt"))
+        return tokenizer_pb2.DecodeResponse(text=bytes(ids).decode())
 
     async def Describe(self, request, context):
         if self.failure is not None:
