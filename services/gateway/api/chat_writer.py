@@ -41,10 +41,7 @@ class ChatWriter(BaseWriter):
         choice = ChatChunkChoice(change.index, delta, self._logprobs(change), token_ids=self._token_ids(change))
         if change.ending is not None:
             choice.finish_reason, choice.stop_reason = self._finish(change), stop_reason(change.ending)
-        chunk = self._chunk([choice])
-        if change.index == 0:
-            chunk.prompt_logprobs = self._prompt_logprobs(change)
-        return chunk
+        return self._chunk([choice])
 
     def usage_chunk(self) -> Struct:
         """See Writer."""

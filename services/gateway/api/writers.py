@@ -73,9 +73,7 @@ class BaseWriter:
 
     def _shows_tokens(self, change: Change) -> bool:
         """Whether a change is worth a chunk although it releases no text."""
-        if change.ending is not None or (change.prompt_logprobs is not None and self._shown.prompt_logprobs is not None):
-            return True
-        return bool(change.token_ids) and (self._shown.return_token_ids or self._shown.logprobs is not None)
+        return bool(change.ending is not None or (change.token_ids and (self._shown.return_token_ids or self._shown.logprobs is not None)))
 
     def _prompt_ids(self, choice: Choice) -> list[int] | UnsetType:
         return unpack_ids(choice.prompt_ids) if self._shown.return_token_ids else UNSET
