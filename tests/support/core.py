@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libs.blocks import block_hashes
+from libs.constraints import Constraint
 from libs.sampling import SamplingParams
 from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import Request, RequestKey, Timeline
@@ -39,6 +40,7 @@ def make_request(
     priority: int = 0,
     parent: Request | None = None,
     attempt: int = 0,
+    constraint: Constraint | None = None,
 ) -> Request:
     """A request as the shell would build it; not yet accepted."""
     arrival = state.next_arrival()
@@ -61,4 +63,5 @@ def make_request(
         deadline_ns=deadline_ns,
         priority=priority,
         parent=parent.key if parent else None,
+        constraint=constraint,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
 from libs.rpc import PROTOCOL_VERSION, Server, abort, listen, new_server
 from tests.support.core_leases import LeaseRunner
@@ -34,6 +35,7 @@ def worker_facts(
         num_slots=slots,
         max_tokens_per_step=64,
         device="model",
+        constraint_backend="model",
     )
 
 
@@ -41,7 +43,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     """One group. `gate` set: steps run; cleared: they wait.
 
     `fail_steps`: how many of the next batches fail. `refuse_steps`: how many are answered not_run. `answer`: replaces a result before it
-    is sent. `batches` and `cuts`: what arrived; `overlaps`: how many batches did while a step was running. `deaf`: cuts are ignored.
+    is sent. `compiling` set: constraints are answered, with `verdict`'s error if it has one; cleared: they wait. `batches`, `cuts`,
+    `prepares` and `forgotten`: what arrived; `overlaps`: how many batches did while a step was running. `deaf`: cuts are ignored.
     `violations`: reads of blocks that did not hold what they should, and batches that break the rules.
     """
 
@@ -62,10 +65,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.attaches: list[worker_pb2.Attach] = []
         self.batches: list[worker_pb2.StepBatch] = []
         self.cuts: list[worker_pb2.Cut] = []
+        self.prepares: list[worker_pb2.Prepare] = []
+        self.forgotten: list[int] = []
+        self.compiling = asyncio.Event()
+        self.compiling.set()
+        self.verdict: Callable[[Constraint], TokenloomError | None] = lambda constraint: None
+        self.backend = "model"
         self.arrived = asyncio.Condition()
         self.fingerprint, self.numerics = "table", "hash"
         self.running_us = 0
         self.beat_seconds = 0.05
+        self._compilers: list[asyncio.Task[None]] = []
         self._server: Server | None = None
         self._leave: asyncio.Future[TokenloomError | None] = asyncio.get_running_loop().create_future()
         self._left = asyncio.Event()
@@ -122,6 +132,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         try:
             await asyncio.wait([*tasks, self._leave], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            tasks, self._compilers = [*tasks, *self._compilers], []
             for task in tasks:
                 task.cancel()
             ends = await asyncio.gather(*tasks, return_exceptions=True)
@@ -135,9 +146,25 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         async with self.arrived:
             await self.arrived.wait_for(lambda: len(self.cuts) >= count)
 
+    async def wait_prepares(self, count: int) -> None:
+        """Until `count` constraints have been asked for since the start."""
+        async with self.arrived:
+            await self.arrived.wait_for(lambda: len(self.prepares) >= count)
+
+    async def _compile(self, ask: worker_pb2.Prepare, context: Any) -> None:
+        await self.compiling.wait()
+        answer = self.model.compile(ask, self.verdict(Constraint.from_proto(ask.constraint)))
+        await self._write(context, worker_pb2.RunResponse(prepared=answer))
+
     async def _read(self, context: Any) -> None:
         while isinstance(request := await context.read(), worker_pb2.RunRequest):
-            if request.HasField("cut"):
+            if request.HasField("prepare"):
+                self.prepares.append(request.prepare)
+                self._compilers.append(asyncio.create_task(self._compile(request.prepare, context)))
+            elif request.HasField("forget"):
+                self.forgotten.extend(request.forget.ids)
+                self.model.forget(request.forget.ids)
+            elif request.HasField("cut"):
                 self.cuts.append(request.cut)
                 for message in [] if self.deaf else self.runner.cut(request.cut):
                     await self._write(context, message)
@@ -189,6 +216,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def _attached(self, epoch: int) -> worker_pb2.Attached:
         facts = worker_facts(self.blocks, self.slots, self.max_model_len, fingerprint=self.fingerprint, numerics=self.numerics)
+        facts.constraint_backend = self.backend
         return worker_pb2.Attached(
             protocol_version=PROTOCOL_VERSION, boot_id=7, highest_fencing_token=self.highest_token, epoch=epoch, facts=facts
         )

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from libs.blocks import BLOCK_SIZE
+from libs.constraints import Constraint
 from libs.errors import TokenloomError
 from libs.packing import pack_ids, unpack_ids
 from libs.sampling import SamplingParams
 from libs.text.table import TextRule, TextTable, TokenClass
 from services.scheduler.core.stopping import StopRules, StopTracker
+from tests.support.model_constraints import constrained, is_complete
 from tokenloom.worker.v1 import worker_pb2
 
 # Outcomes of rows whose blocks hold what they should.
@@ -32,19 +34,21 @@ def text_table() -> TextTable:
     return TextTable("table", tokens, classes, TextRule.BYTE_LEVEL, verified=True)
 
 
-def next_token(tokens: Sequence[int], outputs: int, params: SamplingParams) -> int:
-    """The model: a hash of everything before and the seed; below min_tokens the end of sequence is masked."""
+def next_token(tokens: Sequence[int], outputs: int, params: SamplingParams, constraint: Constraint | None = None) -> int:
+    """The model: a hash of everything before and the seed; below min_tokens the end of sequence is masked, and a constraint has the last
+    word."""
     digest = blake2b(pack_ids(tokens) + params.seed.to_bytes(8, "little"), digest_size=4).digest()
     token = int.from_bytes(digest, "little") % VOCABULARY
-    return token + 1 if token == EOS and outputs < params.min_tokens else token
+    token = token + 1 if token == EOS and outputs < params.min_tokens else token
+    return token if constraint is None else constrained(constraint, tokens[len(tokens) - outputs :], token, VOCABULARY, EOS)
 
 
-def expected_output(rules: StopRules, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+def expected_output(rules: StopRules, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None) -> list[int]:
     """What the request must yield if nobody cancels it."""
     stops, outputs = StopTracker(rules, params, len(prompt)), list[int]()
     while True:
-        outputs.append(next_token([*prompt, *outputs], len(outputs), params))
-        if stops.push(outputs[-1], outputs):
+        outputs.append(next_token([*prompt, *outputs], len(outputs), params, constraint))
+        if stops.push(outputs[-1], outputs) or (constraint is not None and is_complete(constraint, outputs)):
             return outputs
 
 
@@ -55,17 +59,25 @@ class _Slot:
     length: int
     blocks: list[int]
     params: SamplingParams
+    constraint: Constraint | None = None
     spoiled: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its constraint allows nothing more."""
+        return self.constraint is not None and is_complete(self.constraint, self.tokens[self.prompt :])
 
     @property
     def ended(self) -> bool:
         """Whether its last token ends it as far as a worker can tell."""
+        if self.is_complete:
+            return True
         outputs = len(self.tokens) - self.prompt
         endings = {*self.params.stop_token_ids, *(() if self.params.ignore_eos else (EOS,))}
         return outputs >= max(1, self.params.min_tokens) and self.tokens[-1] in endings
 
     def copy(self) -> _Slot:
-        return _Slot(list(self.tokens), self.prompt, self.length, list(self.blocks), self.params, self.spoiled)
+        return _Slot(list(self.tokens), self.prompt, self.length, list(self.blocks), self.params, self.constraint, self.spoiled)
 
 
 class BlockContentError(AssertionError):
@@ -74,7 +86,8 @@ class BlockContentError(AssertionError):
 
 @dataclass
 class ModelWorker:
-    """One worker group as a model; `run` executes a batch as a worker would; `steps` has each one's (rows, tokens)."""
+    """One worker group as a model; `run` executes a batch as a worker would; `steps` has each one's (rows, tokens). `compiled`: constraints
+    that opens may name."""
 
     num_blocks: int
     num_slots: int
@@ -83,9 +96,24 @@ class ModelWorker:
     slots: dict[int, _Slot] = field(default_factory=dict)
     completed: int = 0
     steps: list[tuple[int, int]] = field(default_factory=list)
+    compiled: dict[int, Constraint] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.blocks = [[None] * BLOCK_SIZE for _ in range(self.num_blocks)]
+
+    def compile(self, ask: worker_pb2.Prepare, error: TokenloomError | None = None) -> worker_pb2.Prepared:
+        """Answers an ask: the constraint is there from now on, or there is an `error` about it."""
+        answer = worker_pb2.Prepared(epoch=ask.epoch, id=ask.id, compile_us=1000)
+        if error is not None:
+            answer.error.CopyFrom(error.to_proto())
+        else:
+            self.compiled[ask.id] = Constraint.from_proto(ask.constraint)
+        return answer
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Constraints that no later open names."""
+        for ask in ids:
+            self.compiled.pop(ask, None)
 
     def run(
         self,
@@ -135,7 +163,9 @@ class ModelWorker:
             self.slots[batch.slots[spoilt]].spoiled = True
             if outcome != worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE:
                 tokens[spoilt] = []
-        outcomes = {**dict.fromkeys(skipped, worker_pb2.ROW_OUTCOME_NOT_RUN), spoilt: outcome}
+        done = [i for i, slot in enumerate(batch.slots) if tokens[i] and not self.slots[slot].spoiled and self.slots[slot].is_complete]
+        complete = dict.fromkeys(done, worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE)
+        outcomes = {**complete, **dict.fromkeys(skipped, worker_pb2.ROW_OUTCOME_NOT_RUN), spoilt: outcome}
         result.row_outcomes = bytes(outcomes.get(index, worker_pb2.ROW_OUTCOME_OK) for index in range(len(tokens)))
         result.token_counts.extend(len(row) for row in tokens)
         result.token_ids = pack_ids(itertools.chain.from_iterable(tokens))
@@ -161,7 +191,9 @@ class ModelWorker:
         prompt = unpack_ids(entry.prompt_ids)
         tokens = [*prompt, *unpack_ids(entry.output_ids)]
         params = SamplingParams.from_proto(entry.sampling)
-        slot = _Slot(tokens, len(prompt), entry.computed_tokens, unpack_ids(entry.block_ids), params)
+        assert not entry.constraint_id or entry.constraint_id in self.compiled, "an open names a constraint that is not there"
+        constraint = self.compiled[entry.constraint_id] if entry.constraint_id else None
+        slot = _Slot(tokens, len(prompt), entry.computed_tokens, unpack_ids(entry.block_ids), params, constraint)
         assert entry.computed_tokens < len(tokens), "the last known token must be computed"
         self._check_read(slot, entry.computed_tokens)
         self.slots[entry.slot] = slot
@@ -190,7 +222,7 @@ class ModelWorker:
         if not sample:
             return []
         assert end == len(slot.tokens), "a row samples before its last known token"
-        slot.tokens.append(next_token(slot.tokens, len(slot.tokens) - slot.prompt, slot.params))
+        slot.tokens.append(next_token(slot.tokens, len(slot.tokens) - slot.prompt, slot.params, slot.constraint))
         return [slot.tokens[-1]]
 
     def _rubbish(self, slot: _Slot, end: int, sample: bool) -> list[int]:
