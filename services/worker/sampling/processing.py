@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from services.worker.sampling.custom import run_custom
-from services.worker.sampling.mask import FORBIDDEN, allowed_ids, apply_mask, constrained_rows
+from services.worker.sampling.mask import FORBIDDEN, apply_mask, constrained_rows
 from services.worker.sampling.rows import NO_EDITS, NO_INTEGERS, Bias, CustomRow, Integers, Penalized, Points, SamplingRows
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -59,11 +59,11 @@ def process(logits: torch.Tensor, rows: SamplingRows, mask: torch.Tensor | None,
     penalize(logits, edits.penalized)
     failed = _run_customs(logits, edits.custom, finite)
     if mask is not None and constrained.size:
-        apply_mask(logits, constrained, allowed_ids(mask, constrained, logits.shape[1]))
+        apply_mask(logits, constrained, mask)
         _let_the_grammar_win(logits, contested, before, mask)
     narrowed = np.unique(np.concatenate([constrained, banning, edits.allowed_rows]))
     dead = np.zeros_like(finite)
-    dead[narrowed] = (logits[_tensor(narrowed, logits)].amax(dim=1) == FORBIDDEN).cpu().numpy()
+    dead[narrowed] = _empty(logits)[narrowed]
     return Processed(logits, dead & finite & ~failed, failed)
 
 
@@ -114,10 +114,15 @@ def _run_customs(logits: torch.Tensor, rows: Sequence[CustomRow], finite: npt.ND
 
 def _let_the_grammar_win(logits: torch.Tensor, contested: Integers, before: torch.Tensor, mask: torch.Tensor) -> None:
     """Where bans and mask left nothing of a row that was `before` ([len(contested), V]) the bans, the mask alone is applied."""
-    empty = np.flatnonzero((logits[_tensor(contested, logits)].amax(dim=1) == FORBIDDEN).cpu().numpy())
+    empty = np.flatnonzero(_empty(logits)[contested]) if contested.size else contested
     if empty.size:
         logits[_tensor(contested[empty], logits)] = before[_tensor(empty, logits)]
-        apply_mask(logits, contested[empty], allowed_ids(mask, contested[empty], logits.shape[1]))
+        apply_mask(logits, contested[empty], mask)
+
+
+def _empty(logits: torch.Tensor) -> npt.NDArray[np.bool_]:
+    """Rows without any id that may be sampled; bool[R]."""
+    return (logits.amax(dim=1) == FORBIDDEN).cpu().numpy()
 
 
 def _index(points: Points, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,7 +52,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows, vocab_size: int, mask: torc
     where the bans leave nothing that the grammar allows, the grammar counts alone.
     """
     logits = logits[:, :vocab_size]
-    finite = torch.isfinite(logits).all(dim=1).cpu().numpy()
+    # Both extremes carry a NaN along; asking each logit took four times as long as the argmax.
+    finite = (torch.isfinite(logits.amax(dim=1)) & torch.isfinite(logits.amin(dim=1))).cpu().numpy()
     processed = process(logits, rows, mask, finite)
     logits, dead, failed = processed.logits, processed.dead, processed.failed
     tokens = logits.argmax(dim=1).cpu().numpy()
