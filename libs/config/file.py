@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from libs.config.found import Found, Source
-from libs.config.names import ALIASES, SERVICE_SETTINGS, all_names, belongs_to, suggestion
+from libs.config.names import ALIASES, RENAMED, SERVICE_SETTINGS, all_names, belongs_to, suggestion, warn_renamed
 from libs.errors import ErrorCode, TokenloomError
 
 
@@ -74,10 +74,12 @@ def _section(path: str, service: str, value: Any) -> Mapping[str, Found]:
 def _settings(path: str, section: str, content: Mapping[Any, Any]) -> dict[str, Found]:
     known = SERVICE_SETTINGS[section] if section else all_names()
     found: dict[str, Found] = {}
-    for key, value in content.items():
+    for key, value in _flattened(content):
         name = str(key).replace("-", "_")
-        name = ALIASES.get(name, name)
         where = f"{path}: {section}.{key}" if section else f"{path}: {key}"
+        if name in RENAMED:
+            warn_renamed(where, name)
+        name = ALIASES.get(name, name)
         if name == "config":
             raise _refused(f"{where}: a settings file cannot name another")
         if name not in known:
@@ -88,6 +90,16 @@ def _settings(path: str, section: str, content: Mapping[Any, Any]) -> dict[str, 
             raise _refused(f"{where}: the same setting as {found[name].where.removeprefix(f'{path}: ')}")
         found[name] = Found(value, Source.FILE, where)
     return found
+
+
+def _flattened(content: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """The keys and values; a mapping under a name that has settings behind a dot becomes these."""
+    for key, value in content.items():
+        prefix = str(key).replace("-", "_") + "."
+        if isinstance(value, dict) and any(alias.startswith(prefix) for alias in ALIASES):
+            yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in value.items())
+        else:
+            yield key, value
 
 
 def _refused(message: str) -> TokenloomError:

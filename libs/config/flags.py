@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from pydantic_settings import CliSettingsSource
 
 from libs.config.describe import help_of, spellings
-from libs.config.names import ALIASES, belongs_to, suggestion
+from libs.config.names import ALIASES, RENAMED, belongs_to, suggestion, warn_renamed
 from libs.config.settings import ENV_PREFIX, Settings, flag_of
 
 
@@ -42,11 +42,23 @@ def read_flags(config: type[Settings], args: Sequence[str], *, prog: str) -> Map
         cli_shortcuts=_shortcuts(config),
         cli_parse_args=list(args),
     )
+    _warn_of_older_names(config, args)
     return source()
 
 
 def _shortcuts(config: type[Settings]) -> dict[str, list[str]]:
-    return {flag_of(name)[2:]: [flag_of(alias)[2:]] for alias, name in ALIASES.items() if name in config.model_fields}
+    shortcuts: dict[str, list[str]] = {}
+    for alias, name in ALIASES.items():
+        if name in config.model_fields:
+            shortcuts.setdefault(flag_of(name)[2:], []).append(flag_of(alias)[2:])
+    return shortcuts
+
+
+def _warn_of_older_names(config: type[Settings], args: Sequence[str]) -> None:
+    given = {word.partition("=")[0] for word in args}
+    for alias, name in RENAMED.items():
+        if name in config.model_fields and flag_of(alias) in given:
+            warn_renamed(flag_of(alias), alias)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -7,6 +7,7 @@ they are not those of the classes.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Collection, Iterable, Mapping
 
 _COMMON = frozenset({"config", "log_level", "log_format", "otlp_endpoint", "metrics_host", "metrics_port", "instance"})
@@ -36,14 +37,27 @@ SERVICE_SETTINGS: Mapping[str, frozenset[str]] = {
     | {"tokenizer_pool_size", "tokenizer_queue", "tokenizer_timeout", "tokenizer_memory_bytes", "drain_timeout"},
     "worker": _COMMON
     | {"listen", "model", "chat_template", "store", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"}
-    | {"kv_cache_memory_bytes", "gpu_memory_utilization", "threads", "batch_invariant", "kernels", "advertise_address"},
+    | {"max_logprobs"}
+    | {"kv_cache_memory_bytes", "gpu_memory_utilization", "threads", "batch_invariant", "kernels", "advertise_address"}
+    | {"logits_processors"}
+    | {"structured_outputs_config_backend"}
+    | {"constraint_compilers", "constraint_queue", "constraint_timeout", "constraint_memory_bytes"},
 }
 
 # Settings of `tokenloom serve` itself.
 SERVE_SETTINGS = frozenset({"trace_keep_ratio", "trace_keep_slow"})
 
-# vLLM's names for settings that have another name here; flags and keys of a file may use either.
-ALIASES: Mapping[str, str] = {"otlp_traces_endpoint": "otlp_endpoint", "shutdown_timeout": "drain_timeout"}
+# Names that vLLM has given up for others. They work still, with a warning that names the setting's own.
+RENAMED: Mapping[str, str] = {"guided_decoding_backend": "structured_outputs_config_backend"}
+
+# vLLM's names for settings that have another name here; flags and keys of a file may use either. A name with a dot is a key of a mapping:
+# in a file the mapping may be written out.
+ALIASES: Mapping[str, str] = {
+    "otlp_traces_endpoint": "otlp_endpoint",
+    "shutdown_timeout": "drain_timeout",
+    "structured_outputs_config.backend": "structured_outputs_config_backend",
+    **RENAMED,
+}
 
 # Variables that are read elsewhere than in a settings class: the model cache, the run directories of `tokenloom serve`, the process that
 # a service dies with, the instruction set that the C++ kernels are held to, and the Jaeger that `tokenloom trace` asks.
@@ -53,6 +67,13 @@ OTHER_VARIABLES = frozenset({"TOKENLOOM_JAEGER", "TOKENLOOM_CACHE", "TOKENLOOM_R
 def owners(name: str) -> list[str]:
     """The services that have a setting of this name."""
     return [service for service, names in {**SERVICE_SETTINGS, "`tokenloom serve`": SERVE_SETTINGS}.items() if name in names]
+
+
+def warn_renamed(where: str, name: str) -> None:
+    """Says on stderr that a setting was given by a name that vLLM has given up; `name` is the one that was used, `where` it stands."""
+    setting = RENAMED[name]
+    current = next((alias for alias, of in ALIASES.items() if of == setting and alias != name), setting)
+    print(f"warning: {where}: {name.replace('_', '-')} is an older name; write {current.replace('_', '-')}", file=sys.stderr)
 
 
 def all_names() -> frozenset[str]:

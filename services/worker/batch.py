@@ -25,7 +25,10 @@ _NO_IDS: Ids = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A sequence that enters a slot; see worker.v1.Open. `trace` names the scheduler's prefill span; None: not traced."""
+    """A sequence that enters a slot; see worker.v1.Open. `trace` names the scheduler's prefill span; None: not traced.
+
+    `constraint_id`: a prepared constraint of the batch's epoch; 0: none.
+    """
 
     slot: int
     request: str
@@ -37,6 +40,7 @@ class Opening:
     trace: TraceParent | None = None
     decode_span_id: int = 0
     request_span_id: int = 0
+    constraint_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,7 @@ def _opening(message: worker_pb2.Open) -> Opening:
         prompt_ids=prompt,
         output_ids=output,
         computed_tokens=message.computed_tokens,
+        constraint_id=message.constraint_id,
         block_ids=_ids(message.block_ids, "block_ids"),
         sampling=params,
         trace=TraceParent.parse(message.trace.traceparent, message.trace.tracestate) if message.trace.traceparent else None,

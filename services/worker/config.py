@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from libs.config import ServiceConfig, Settings
 from libs.config.concerns import AdvertiseSettings, StepSettings, StoreSettings, TemplateSettings
@@ -24,6 +25,9 @@ class ModelSettings(Settings):
         None,
         ge=1,
         description="Longest sequence (prompt + output) in tokens. None: what the model allows, lowered if the KV cache is smaller.",
+    )
+    max_logprobs: int = Field(
+        20, ge=-1, description="Most alternatives that logprobs, top_logprobs and prompt_logprobs may list per token. -1: the vocabulary."
     )
 
 
@@ -61,6 +65,49 @@ class ExecutionSettings(Settings):
     )
 
 
+def _known_backend(value: Any) -> Any:
+    """What vLLM once took and nothing here does is refused by name."""
+    if value in ("outlines", "lm-format-enforcer"):
+        raise ValueError(f"{value} is not built here; xgrammar and llguidance (which vLLM calls guidance) are")
+    return value
+
+
+class ConstraintSettings(Settings):
+    """Constrained output."""
+
+    structured_outputs_config_backend: Annotated[Literal["auto", "xgrammar", "guidance", "llguidance"], BeforeValidator(_known_backend)] = (
+        Field(
+            "auto",
+            description="What compiles JSON schemas, regular expressions and grammars: llguidance (or guidance), which auto is, or "
+            "xgrammar, which is installed apart (tokenloom[xgrammar]).",
+        )
+    )
+    constraint_compilers: int = Field(1, ge=1, description="Processes that compile constraints beside the forward pass.")
+    constraint_queue: int = Field(64, ge=1, description="Constraints that may wait to be compiled; more are refused with 429.")
+    constraint_timeout: float = Field(10.0, gt=0, description="Seconds that compiling one constraint may take.")
+    constraint_memory_bytes: Amount = Field(
+        1 << 30, ge=1, description="Memory, in bytes, by which compiling one constraint may make its process grow."
+    )
+
+
+_PROCESSOR = re.compile(r"[\w.]+:[\w.]+")
+
+
+def _check_processor(value: str) -> str:
+    if not _PROCESSOR.fullmatch(value):
+        raise ValueError(f"{value} is no logits processor: write module:name")
+    return value
+
+
+class ProcessorSettings(Settings):
+    """The operator's logits processors."""
+
+    logits_processors: list[Annotated[str, AfterValidator(_check_processor)]] = Field(
+        default_factory=list,
+        description="Logits processor of the operator, module:name; may be repeated. Installed packages name theirs by entry points.",
+    )
+
+
 class MeshSettings(Settings):
     """Its place in the mesh."""
 
@@ -73,6 +120,8 @@ class WorkerConfig(
     CacheSettings,
     StepSettings,
     ExecutionSettings,
+    ConstraintSettings,
+    ProcessorSettings,
     MeshSettings,
     StoreSettings,
     AdvertiseSettings,

@@ -22,7 +22,7 @@ from services.worker.models.registry import build
 from services.worker.ops.base import HeadShape, Step
 from services.worker.sampling.sampler import sample
 from services.worker.slots import Limits, SlotTable, StagedRow
-from services.worker.step_inputs import build_inputs, build_sampling
+from services.worker.step_inputs import build_inputs, build_mask, build_sampling
 from tokenloom.worker.v1 import worker_pb2
 
 _log = get_logger(__name__)
@@ -82,6 +82,7 @@ class Engine:
             non_finite=frozenset(indices[~sampled.finite].tolist()),
             dead_ends=frozenset(indices[sampled.dead].tolist()),
             failed=frozenset(indices[sampled.failed].tolist()),
+        mask = build_mask(rows, vocabulary)
             prepare_us=(prepared - began) // 1000,
             forward_us=(computed - prepared) // 1000,
             sample_us=(ended - computed) // 1000,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from libs.store.metrics import StoreMetrics
@@ -14,6 +16,27 @@ _OUTCOMES = {
     worker_pb2.BATCH_OUTCOME_NOT_RUN: "not_run",
     worker_pb2.BATCH_OUTCOME_FAILED: "failed",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class CompilerMetrics:
+    """How the compilers of constraints fare; see libs.helper_pool.PoolObserver."""
+
+    _running: Gauge
+    _busy: Gauge
+    _restarts: Counter
+
+    def size(self, running: int) -> None:
+        """See PoolObserver."""
+        self._running.set(running)
+
+    def busy(self, change: int) -> None:
+        """See PoolObserver."""
+        self._busy.inc(change)
+
+    def replaced(self, reason: str) -> None:
+        """See PoolObserver."""
+        self._restarts.labels(reason).inc()
 
 
 class WorkerMetrics:
@@ -56,10 +79,36 @@ class WorkerMetrics:
         self._slots = gauge("worker_slots_used", "Sequences in slots. At --max-num-seqs, others wait.")
         self._blocks = gauge("worker_kv_blocks", "KV blocks on the device: the capacity that the scheduler shares out.")
         self._load = gauge("worker_weights_load_seconds", "Time the weights took to load. Long: slow disk, or a quantised file.")
+        self._constraints = counter(
+            "worker_constraints",
+            "Constraints by what became of them. busy: raise --constraint-compilers or --constraint-queue; refused: clients' mistakes.",
+            "outcome",
+        )
+        self._compile = step_time(
+            "worker_constraint_compile_seconds",
+            "Compiling of a constraint, beside the steps. High values: clients send grammars of thousands of rules.",
+        )
+        self.compilers = CompilerMetrics(
+            gauge("worker_constraint_compilers", "Processes that compile constraints. Below --constraint-compilers for long: see the log."),
+            gauge("worker_constraint_compilers_busy", "Those that compile now. All of them for long: raise --constraint-compilers."),
+            counter(
+                "worker_constraint_compiler_restarts",
+                "Compilers replaced. timeout or died: a client's constraint reached its limit, which protects the others; see the log.",
+                "reason",
+            ),
+        )
+        for outcome in ("compiled", "cached", "refused", "busy"):
+            self._constraints.labels(outcome)
         for outcome in _OUTCOMES.values():
             self._batches.labels(outcome)
         for phase in ("prefill", "decode"):
             self._tokens.labels(phase)
+
+    def constraint(self, outcome: str, seconds: float) -> None:
+        """What became of a constraint; `seconds` of compiling where it was compiled."""
+        self._constraints.labels(outcome).inc()
+        if outcome == "compiled":
+            self._compile.observe(seconds)
 
     def loaded(self, seconds: float, blocks: int) -> None:
         """The model is there."""

@@ -12,6 +12,7 @@ import grpc
 from libs import rpc
 from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.logs import get_logger
+from services.worker.constraints.preparing import Preparer
 from services.worker.runner import Runner
 from tokenloom.worker.v1 import worker_pb2, worker_pb2_grpc
 
@@ -28,7 +29,7 @@ Context = grpc.aio.ServicerContext[worker_pb2.RunRequest, worker_pb2.RunResponse
 class _Stream:
     """The attached stream: its epoch, and what waits to be written.
 
-    The outbox is bounded by what a scheduler may have unanswered: two batches, their leases' steps, and one heartbeat.
+    The outbox is bounded by what a scheduler may have unanswered: two batches, their leases' steps, its prepares, and one heartbeat.
     """
 
     def __init__(self, attach: worker_pb2.Attach) -> None:
@@ -55,18 +56,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._runner = runner
         self._boot_id = secrets.randbits(64) or 1
         self._facts: worker_pb2.WorkerFacts | None = None
+        self._preparer: Preparer | None = None
         self._highest_token = 0
         self._stream: _Stream | None = None
         self._draining = False
 
-    def loaded(self, facts: worker_pb2.WorkerFacts) -> None:
-        """The model is there: attaches are taken from now on."""
-        self._facts = facts
+    def loaded(self, facts: worker_pb2.WorkerFacts, preparer: Preparer | None = None) -> None:
+        """The model is there: attaches are taken from now on. `preparer`: what prepares constraints; None: none are."""
+        self._facts, self._preparer = facts, preparer
 
     async def drain(self) -> None:
         """Refuses new streams, lets the running step end and its answer out, ends the stream, and gives its peer a moment to read why."""
         self._draining = True
         await asyncio.to_thread(self._runner.stop)
+        if self._preparer is not None:
+            await self._preparer.close()
         if self._stream is not None:
             self._stream.end(TokenloomError(ErrorCode.DRAINING, "the worker is shutting down"))
             await asyncio.sleep(_LINGER_SECONDS)
@@ -130,6 +134,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
         self._runner.attach(stream.attach.epoch, done)
         await clean.wait()
+        if self._preparer is not None:
+            self._preparer.restart(stream.attach.epoch)
         _log.info("attached", scheduler=stream.attach.scheduler, epoch=stream.attach.epoch, fencing_token=stream.attach.fencing_token)
         return worker_pb2.RunResponse(
             attached=worker_pb2.Attached(
@@ -158,10 +164,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     self._runner.submit(request.batch, stream.send)
                 case "cut":
                     self._runner.cut(request.cut, stream.send)
+                case "prepare":
+                    self._prepare(request.prepare, stream)
+                case "forget":
+                    if self._preparer is not None:
+                        self._preparer.forget(request.forget)
                 case _:
                     stream.end(TokenloomError(ErrorCode.PROTOCOL_VIOLATION, "a stream attaches once"))
                     return
         stream.end(TokenloomError(ErrorCode.CANCELLED, "the scheduler closed the stream"))
+
+    def _prepare(self, message: worker_pb2.Prepare, stream: _Stream) -> None:
+        if self._preparer is not None:
+            self._preparer.prepare(message, stream.send)
+            return
+        error = TokenloomError(ErrorCode.UNSUPPORTED, "this worker takes no constraints", param=message.constraint.param)
+        stream.send(worker_pb2.RunResponse(prepared=worker_pb2.Prepared(epoch=message.epoch, id=message.id, error=error.to_proto())))
 
     async def _beat(self, stream: _Stream) -> None:
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from libs import rpc
@@ -16,6 +17,9 @@ from libs.telemetry.logs import get_logger
 from libs.telemetry.metrics import serve_metrics
 from libs.telemetry.tracing import SpanRecord, Tracer
 from services.worker.config import WorkerConfig
+from services.worker.constraints.prepared import Constraints
+from services.worker.constraints.preparing import CompilerLimits, Preparer, compiler
+from services.worker.constraints.registry import load_constraints
 from services.worker.engine import load
 from services.worker.metrics import WorkerMetrics
 from services.worker.runner import Runner
@@ -52,7 +56,8 @@ async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int
         started = time.monotonic()
         engine = load(config)
         metrics.loaded(time.monotonic() - started, engine.facts.num_blocks)
-        return Steps(engine, metrics, emit)
+        constraints = load_constraints(config.structured_outputs_config_backend, config.model, engine.facts)
+        return Steps(engine, metrics, emit, constraints)
 
     runner = Runner(prepare, on_loaded=lambda result: _resolve(loop, outcome, result), on_broken=end)
     servicer, server = WorkerServicer(runner), rpc.new_server([_SERVICE])
@@ -65,7 +70,7 @@ async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int
         return 1
     _log.info("listening; loading the model", address=address, model=str(config.model))
     runner.start()
-    code = await _until_loaded(stop, server, servicer, outcome)
+    code = await _until_loaded(stop, server, servicer, outcome, lambda loaded: _preparer(config, loaded.constraints, metrics))
     if code is None:
         code = await _serve_registered(config, instance, stop, server, store)
     await server.health.enter_graceful_shutdown()
@@ -77,7 +82,11 @@ async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int
 
 
 async def _until_loaded(
-    stop: asyncio.Event, server: rpc.Server, servicer: WorkerServicer, outcome: asyncio.Future[Steps | BaseException]
+    stop: asyncio.Event,
+    server: rpc.Server,
+    servicer: WorkerServicer,
+    outcome: asyncio.Future[Steps | BaseException],
+    preparer: Callable[[Steps], Preparer | None],
 ) -> int | None:
     """Waits for the model; None once it is served. 1 when it cannot be loaded, 0 when `stop` came before."""
     stopped = asyncio.create_task(stop.wait())
@@ -92,10 +101,21 @@ async def _until_loaded(
         _log.error("the model cannot be loaded", reason=reason, exc_info=None if isinstance(result, TokenloomError) else result)
         return 1
     stopped.cancel()
-    servicer.loaded(result.facts)
+    servicer.loaded(result.facts, preparer(result))
     await server.set_ready(True)
     _log.info("ready", address=server.address)
     return None
+
+
+def _preparer(config: WorkerConfig, constraints: Constraints | None, metrics: WorkerMetrics) -> Preparer | None:
+    """What prepares constraints, its compiler starting; None: this worker takes none."""
+    if constraints is None:
+        return None
+    limits = CompilerLimits(config.constraint_compilers, config.constraint_queue, config.constraint_timeout, config.constraint_memory_bytes)
+    pool = compiler(config.model, constraints.backend.name, limits, metrics.compilers)
+    preparer = Preparer(pool, constraints, metrics.constraint)
+    preparer.start()
+    return preparer
 
 
 async def _serve_registered(config: WorkerConfig, instance: str, stop: asyncio.Event, server: rpc.Server, store: Store | None) -> int:

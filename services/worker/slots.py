@@ -17,6 +17,8 @@ from libs.blocks import blocks_for
 from libs.errors import ErrorCode, TokenloomError
 from libs.sampling import SamplingParams
 from services.worker.batch import Batch, Ids, Opening, Row
+from services.worker.constraints.prepared import PreparedTable
+from services.worker.constraints.progress import Progress
 from services.worker.sampling.custom import CustomProcessor
 from services.worker.sampling.steering import Steering, steer
 from services.worker.spans import Timeline
@@ -45,6 +47,7 @@ class Slot:
     endings  ids that end the output (end of sequence unless ignored, stop ids)
     opened_with  tokens known at the opening: until the first token beyond them the slot is in its prefill
     steering  what logits processors remember of it; None: it asks for none
+    progress  where the output stands in its constraint; None: it has none
     """
 
     request: str
@@ -59,6 +62,7 @@ class Slot:
     num_blocks: int
     timeline: Timeline
     steering: Steering | None = None
+    progress: Progress | None = None
 
     @property
     def prompt_ids(self) -> Ids:
@@ -89,6 +93,16 @@ class Slot:
     def ended(self) -> bool:
         """Whether its last token ends it, as far as the worker can tell (stop strings it cannot): a hint for leases."""
         if self.output_length < max(self.sampling.min_tokens, 1):
+        return self.constraint_complete or self.ended_by_token
+
+    @property
+    def constraint_complete(self) -> bool:
+        """Whether its constraint allows no further token."""
+        return self.progress is not None and self.progress.complete
+
+    @property
+    def ended_by_token(self) -> bool:
+        """Whether its last token is an end of sequence or a stop token that counts already."""
             return False
         return bool((self.endings == self.tokens[self.known - 1]).any())
 
@@ -123,12 +137,20 @@ class StagedStep:
 class SlotTable:
     """All slots of a worker."""
 
-    def __init__(self, limits: Limits, eos_token_ids: Sequence[int], processors: Sequence[CustomProcessor] = ()) -> None:
-        """`processors`: the operator's, which each opening is asked to take part in."""
+    def __init__(
+        self,
+        limits: Limits,
+        eos_token_ids: Sequence[int],
+        processors: Sequence[CustomProcessor] = (),
+        *,
+        constraints: PreparedTable | None = None,
+    ) -> None:
+        """`processors`: the operator's, which each opening is asked to take part in; `constraints`: what openings may name."""
         self._limits = limits
         self._processors = processors
         self._eos = tuple(eos_token_ids)
         self._slots: dict[int, Slot] = {}
+        self._constraints = constraints
 
     def __getitem__(self, slot: int) -> Slot | None:
         """The sequence in a slot; None: it is empty."""
@@ -170,6 +192,8 @@ class SlotTable:
                 slot.tokens[slot.known] = tokens[row.index]
                 slot.known += 1
                 if slot.steering is not None:
+                if slot.progress is not None:
+                    slot.progress.accept(tokens[row.index])
                     slot.steering.advance(tokens[row.index])
         return gone
 
@@ -206,9 +230,22 @@ class SlotTable:
             steering=steer(opening.sampling, opening.prompt_ids, opening.output_ids, self._processors),
         )
 
+            progress=self._progress(opening),
     def _add_row(self, staged: StagedStep, index: int, row: Row, slot: Slot) -> bool:
         """Adds a row to the step; False: its tokens are not there (an earlier row of it yielded none), or no further one has room."""
         start, end = slot.computed, slot.computed + row.count
+    def _progress(self, opening: Opening) -> Progress | None:
+        if not opening.constraint_id:
+            return None
+        found = (
+            self._constraints.progress(opening.constraint_id, ignore_eos=opening.sampling.ignore_eos, output=opening.output_ids.tolist())
+            if self._constraints is not None
+            else None
+        )
+        if found is None:
+            raise _violation(f"{opening.request} opens with constraint {opening.constraint_id}, which is not prepared")
+        return found
+
         if end > slot.known or (row.sample and slot.full):
             return False
         if row.sample and end != slot.known:

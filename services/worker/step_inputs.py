@@ -39,6 +39,18 @@ def build_inputs(rows: Sequence[StagedRow]) -> StepInputs:
     )
 
 
+def build_mask(rows: Sequence[StagedRow], vocab_size: int) -> torch.Tensor | None:
+    """What the constraints of the rows that are sampled allow, int32[R, ceil(vocab_size / 32)] (see sample); None: no row has one."""
+    constrained = [row.slot.progress for row in rows if row.sample]
+    if not any(progress is not None for progress in constrained):
+        return None
+    words = np.full((len(constrained), -(-vocab_size // 32)), -1, np.int32)
+    for index, progress in enumerate(constrained):
+        if progress is not None:
+            progress.fill(words[index])
+    return torch.from_numpy(words)
+
+
 def build_sampling(rows: Sequence[StagedRow], vocab_size: int) -> SamplingRows:
     """Parameters of the rows that are sampled, in order, and what those among them that ask for logits processors want of these."""
     slots = [row.slot for row in rows if row.sample]

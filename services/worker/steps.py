@@ -14,6 +14,7 @@ from libs.packing import pack_ids
 from libs.telemetry.logs import get_logger
 from libs.telemetry.tracing import SpanRecord
 from services.worker.batch import Batch
+from services.worker.constraints.prepared import Constraints
 from services.worker.engine import Engine, Executed
 from services.worker.metrics import WorkerMetrics
 from services.worker.slots import Slot, SlotTable, StagedRow, StagedStep
@@ -39,12 +40,15 @@ class Answered:
 class Steps:
     """The slots of an engine and the steps that change them."""
 
-    def __init__(self, engine: Engine, metrics: WorkerMetrics, spans: SpanSink) -> None:
+    def __init__(self, engine: Engine, metrics: WorkerMetrics, spans: SpanSink, constraints: Constraints | None = None) -> None:
+        """`constraints`: whose table openings may name; None: nothing is prepared here."""
+        self.constraints = constraints
         self._engine = engine
         self._metrics = metrics
         self._spans = spans
         self._clock = SystemClock()
-        self._slots = SlotTable(engine.limits, tuple(engine.facts.eos_token_ids))
+        table = constraints.table if constraints is not None else None
+        self._slots = SlotTable(engine.limits, tuple(engine.facts.eos_token_ids), engine.processors, constraints=table)
         self._previous_end_ns = 0
 
     @property
@@ -144,6 +148,8 @@ def _result(batch: Batch, staged: StagedStep, executed: Executed) -> worker_pb2.
         elif row.index in executed.tokens:
             counts[row.index] = 1
             tokens.append(executed.tokens[row.index])
+            if row.slot.constraint_complete and not row.slot.ended_by_token:
+                outcomes[row.index] = worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE
     return worker_pb2.StepResult(
         number=batch.number,
         outcome=worker_pb2.BATCH_OUTCOME_OK,

@@ -1,0 +1,265 @@
+"""A fixed number of helper processes behind one bounded queue.
+
+    ask() -> [ waiting, at most `max_waiting` ] -> slot 1: process   one slot = one task that owns one process,
+                                                -> slot 2: process   replaces it when it hangs or dies, and is never
+                                                -> ...               stopped by a question
+
+Processes rather than threads: what works on a client's text may hang or grow, and only a process can be killed (PROTOCOL.md rule 31).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+
+from libs.clock import Clock
+from libs.errors import ErrorCode, TokenloomError
+from libs.helper_process import HelperDied, HelperProcess
+from libs.telemetry.logs import get_logger
+
+# Seconds that work goes on for after its caller left: most ends sooner, and a new process costs half a second of a core.
+ABANDON_GRACE = 0.25
+# Seconds before the first, second, ... restart in a row of a process that does not start.
+BACK_OFF = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
+# Bytes of questions that may wait, beside their number.
+MAX_WAITING_BYTES = 256 * 1024 * 1024
+
+_log = get_logger("helpers")
+
+
+class PoolObserver(Protocol):
+    """What is told how a pool fares; called from the pool's loop."""
+
+    def size(self, running: int) -> None:
+        """So many processes are loaded."""
+
+    def busy(self, change: int) -> None:
+        """One more (+1) or one less (-1) process works."""
+
+    def replaced(self, reason: str) -> None:
+        """A process is replaced: it `died`, hung (`timeout`) or worked for nobody (`abandoned`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """How a pool refuses, with a sentence each: too many wait, one took too long, two processes died on one."""
+
+    what: str
+    busy: ErrorCode
+    slow: ErrorCode
+    deadly: ErrorCode
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer, and microseconds in the queue and in a process."""
+
+    payload: bytes
+    queued_us: int
+    worked_us: int
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One question in the queue or in a process. `result` is cancelled when its caller leaves.
+
+    `log` is what the caller's log lines say of the request: a process that its question broke is logged under them too.
+    """
+
+    payload: bytes
+    queued_ns: int
+    result: asyncio.Future[Answer]
+    log: Mapping[str, Any] = field(default_factory=structlog.contextvars.get_contextvars)
+    retried: bool = False
+
+    def refuse(self, code: ErrorCode, message: str) -> None:
+        """Ends it with an error, unless its caller has left."""
+        if not self.result.done():
+            self.result.set_exception(TokenloomError(code, message))
+
+
+class HelperPool:
+    """Asks questions of `size` processes. Call `start` first and `close` last; refusals are raised by `ask`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        size: int,
+        max_waiting: int,
+        time_limit: float,
+        refusals: Refusals,
+        clock: Clock,
+        observer: PoolObserver,
+    ) -> None:
+        """`command` starts one process; `time_limit` is in seconds per question."""
+        self._command, self._size, self._max_waiting, self._time_limit = command, size, max_waiting, time_limit
+        self._refusals, self._clock, self._observer = refusals, clock, observer
+        self._waiting: deque[_Job] = deque()
+        self._waiting_bytes = 0
+        self._arrival = asyncio.Event()
+        self._slots: list[asyncio.Task[None]] = []
+        self._processes: set[HelperProcess] = set()
+
+    async def start(self) -> None:
+        """Returns when every process has loaded. Raises TokenloomError(INTERNAL) when one cannot."""
+        starting = await asyncio.gather(*(HelperProcess.start(self._command) for _ in range(self._size)), return_exceptions=True)
+        ready = [outcome for outcome in starting if isinstance(outcome, HelperProcess)]
+        failed = [outcome for outcome in starting if isinstance(outcome, BaseException)]
+        if failed:
+            await asyncio.gather(*(process.kill() for process in ready))
+            raise TokenloomError(ErrorCode.INTERNAL, f"a process for {self._refusals.what} cannot start: {failed[0]}")
+        for process in ready:
+            self._joined(process)
+            self._slots.append(asyncio.create_task(self._run_slot(process)))
+
+    async def close(self) -> None:
+        """Ends all processes; questions still inside or waiting are refused as DRAINING."""
+        for slot in self._slots:
+            slot.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        # A slot that was cancelled before its first turn has not ended its process.
+        await asyncio.gather(*(process.kill() for process in self._processes))
+        self._processes.clear()
+        for job in self._waiting:
+            job.refuse(ErrorCode.DRAINING, "the process is shutting down")
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that are loaded."""
+        return sorted(process.pid for process in self._processes)
+
+    @property
+    def waiting(self) -> int:
+        """Questions in the queue."""
+        return len(self._waiting)
+
+    async def ask(self, payload: bytes) -> Answer:
+        """Asks, or raises the TokenloomError that refuses it: Refusals.busy when the queue is full.
+
+        Cancelling the call takes the question out of the queue or, within ABANDON_GRACE, out of its process.
+        """
+        if len(self._waiting) >= self._max_waiting or self._waiting_bytes + len(payload) > MAX_WAITING_BYTES:
+            message = f"too busy: {len(self._waiting)} wait for {self._size} processes for {self._refusals.what}"
+            raise TokenloomError(self._refusals.busy, message, retry_after_ms=1000)
+        result: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        job = _Job(payload, self._clock.monotonic_ns(), result)
+        self._enqueue(job)
+        try:
+            return await result
+        finally:
+            if job in self._waiting:
+                self._waiting.remove(job)
+                self._waiting_bytes -= len(payload)
+
+    def _enqueue(self, job: _Job, *, first: bool = False) -> None:
+        if first:
+            self._waiting.appendleft(job)
+        else:
+            self._waiting.append(job)
+        self._waiting_bytes += len(job.payload)
+        self._arrival.set()
+
+    async def _next_job(self) -> _Job:
+        while not self._waiting:
+            self._arrival.clear()
+            await self._arrival.wait()
+        job = self._waiting.popleft()
+        self._waiting_bytes -= len(job.payload)
+        return job
+
+    async def _run_slot(self, process: HelperProcess) -> None:
+        """Owns one process at a time, until cancelled."""
+        while True:
+            try:
+                await self._serve(process)
+            finally:
+                self._processes.discard(process)
+                self._observer.size(len(self._processes))
+                await process.kill()
+            process = await self._restarted()
+            self._joined(process)
+
+    def _joined(self, process: HelperProcess) -> None:
+        self._processes.add(process)
+        self._observer.size(len(self._processes))
+
+    async def _restarted(self) -> HelperProcess:
+        for attempt in itertools.count():
+            await asyncio.sleep(BACK_OFF[min(attempt, len(BACK_OFF) - 1)])
+            try:
+                return await HelperProcess.start(self._command)
+            except HelperDied as error:
+                _log.error("a process does not start", what=self._refusals.what, attempt=attempt + 1, error=str(error))
+        raise AssertionError("itertools.count ended")
+
+    async def _serve(self, process: HelperProcess) -> None:
+        """Serves questions until the process has to be replaced."""
+        usable = True
+        while usable:
+            job = await self._next_job()
+            if not process.running:  # it died idle, which says nothing against this question
+                self._replaced("died", process)
+                self._enqueue(job, first=True)
+                return
+            self._observer.busy(1)
+            try:
+                usable = await self._serve_one(process, job)
+            except asyncio.CancelledError:
+                job.refuse(ErrorCode.DRAINING, "the process is shutting down")
+                raise
+            finally:
+                self._observer.busy(-1)
+
+    async def _serve_one(self, process: HelperProcess, job: _Job) -> bool:
+        """Brings one question to its result; False: the process must be replaced."""
+        taken_ns = self._clock.monotonic_ns()
+        asking = asyncio.create_task(process.ask(job.payload))
+        try:
+            either: set[asyncio.Future[Any]] = {asking, job.result}
+            await asyncio.wait(either, timeout=self._time_limit, return_when=asyncio.FIRST_COMPLETED)
+            if job.result.done() and not asking.done():
+                await asyncio.wait({asking}, timeout=ABANDON_GRACE)
+            if not asking.done():
+                return self._hangs(process, job)
+        finally:
+            asking.cancel()
+        error = asking.exception()
+        if isinstance(error, HelperDied):
+            return self._died(process, job)
+        if job.result.done():
+            return True
+        if error is not None:
+            job.result.set_exception(error)
+        else:
+            worked_us = (self._clock.monotonic_ns() - taken_ns) // 1000
+            job.result.set_result(Answer(asking.result(), (taken_ns - job.queued_ns) // 1000, worked_us))
+        return True
+
+    def _hangs(self, process: HelperProcess, job: _Job) -> bool:
+        if job.result.done():
+            self._replaced("abandoned", process, job)
+        else:
+            self._replaced("timeout", process, job)
+            job.refuse(self._refusals.slow, f"{self._refusals.what} took longer than {self._time_limit:g} s")
+        return False
+
+    def _died(self, process: HelperProcess, job: _Job) -> bool:
+        """A question is given one more process: the first may have been killed by somebody. Then the question itself is to blame."""
+        self._replaced("died", process, job)
+        if job.retried:
+            job.refuse(self._refusals.deadly, f"two processes for {self._refusals.what} died on this one; it takes too much memory")
+        elif not job.result.done():
+            job.retried = True
+            self._enqueue(job, first=True)
+        return False
+
+    def _replaced(self, reason: str, process: HelperProcess, job: _Job | None = None) -> None:
+        self._observer.replaced(reason)
+        _log.warning("a process is replaced", what=self._refusals.what, reason=reason, pid=process.pid, **(job.log if job else {}))

@@ -1,0 +1,140 @@
+"""The backend `llguidance` (vLLM's `guidance`): an Earley parser over lexemes that are matched by derivatives of regular expressions.
+
+What crosses from the compiler's process is the grammar's text, checked: building its parser takes about a millisecond, within the limits
+below, and lets go of the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import json
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from libs.constraints import Constraint, ConstraintKind
+from libs.errors import ErrorCode, TokenloomError
+from libs.models.directory import ModelDirectory
+from services.worker.constraints.base import MatcherBroken, Words, refused
+from services.worker.constraints.vocabulary import primary_ending
+
+# About a fifth of the library's defaults: what a mask may cost in the worst case is what the rows beside it wait for.
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=50_000,
+    step_max_items=50_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    precompute_large_lexemes=True,
+    verbose_errors=False,
+)
+# White space between JSON tokens: as much as people write, so that a model that likes blanks comes to an end.
+WHITE_SPACE = r"[ \n\t\r]{0,8}"
+
+
+class GuidanceMatcher:
+    """See Matcher."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def fill(self, words: Words) -> None:
+        """See Matcher."""
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+
+    def accept(self, token: int) -> None:
+        """See Matcher."""
+        if not self._matcher.consume_token(token):
+            self._check()
+            raise MatcherBroken(f"token {token} is not allowed")
+
+    @property
+    def may_end(self) -> bool:
+        """See Matcher."""
+        return self._matcher.is_accepting()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise MatcherBroken(_first_line(self._matcher.get_error()))
+
+
+class GuidanceGrammar:
+    """See Grammar. Keeps a matcher that has seen nothing and hands out copies: they share its lexer's states."""
+
+    def __init__(self, pristine: LLMatcher, size: int) -> None:
+        self._pristine = pristine
+        self.size = size
+
+    def matcher(self) -> GuidanceMatcher:
+        """See Grammar."""
+        return GuidanceMatcher(self._pristine.deep_copy())
+
+
+class GuidanceBackend:
+    """See Backend."""
+
+    name = "llguidance"
+
+    def __init__(self, model: ModelDirectory) -> None:
+        """Raises TokenloomError(UNSUPPORTED) when the model's tokenizer cannot be read.
+
+        The library reads tokenizer.json by itself: what a grammar forces has the tokenizer's own spelling, without a call into Python.
+        """
+        try:
+            self._tokenizer = LLTokenizer(str(model.tokenizer_file), eos_token=primary_ending(model))
+        except Exception as error:  # the library has no class of its own for this
+            raise TokenloomError(ErrorCode.UNSUPPORTED, f"llguidance cannot read {model.tokenizer_file}: {error}") from error
+
+    def compile(self, constraint: Constraint) -> bytes:
+        """See Backend."""
+        text = _grammar_text(constraint)
+        failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._tokenizer, limits=LIMITS)
+        if failed or messages:
+            raise refused(_first_line(messages[0]))
+        return text.encode()
+
+    def load(self, compiled: bytes) -> GuidanceGrammar:
+        """See Backend."""
+        pristine = LLMatcher(self._tokenizer, compiled.decode(), log_level=0, limits=LIMITS)
+        if pristine.is_error():
+            raise refused(_first_line(pristine.get_error()))
+        return GuidanceGrammar(pristine, _BYTES_PER_GRAMMAR + 20 * len(compiled))
+
+
+# What a small grammar's matcher takes (measured: 10,000 of them), and its text many times over.
+_BYTES_PER_GRAMMAR = 64 * 1024
+
+
+def _grammar_text(constraint: Constraint) -> str:
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            return _json(constraint.text, compact=constraint.compact)
+        case ConstraintKind.JSON_OBJECT:
+            return _json('{"type": "object"}', compact=constraint.compact)
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(constraint.text)
+        case ConstraintKind.CHOICE:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in constraint.texts))
+        case ConstraintKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(constraint.text)
+        case ConstraintKind.STRUCTURAL_TAG:
+            raise refused("structural tags are not supported")
+
+
+def _json(schema: str, *, compact: bool) -> str:
+    """All options are overrides: a schema may bring its own under `x-guidance`, which are the client's wishes, not the operator's."""
+    return LLMatcher.grammar_from_json_schema(
+        schema,
+        overrides={
+            "item_separator": ",",
+            "key_separator": ":",
+            "whitespace_flexible": not compact,
+            "whitespace_pattern": None if compact else WHITE_SPACE,
+            "coerce_one_of": False,
+            "lenient": False,
+        },
+    )
+
+
+def _first_line(message: str) -> str:
+    return message.strip().partition("\n")[0]
