@@ -49,8 +49,6 @@ class TextTable:
     verified: bool = False
     # Per id, what it spells in text without special tokens: the hot path's single lookup.
     spelling: tuple[bytes, ...] = field(init=False, repr=False, compare=False)
-    # What the special tokens spell.
-    special_texts: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.classes) != len(self.tokens):
@@ -58,8 +56,6 @@ class TextTable:
         silent = (TokenClass.SPECIAL, TokenClass.UNUSED)
         spelling = tuple(b"" if kind in silent else token for token, kind in zip(self.tokens, self.classes, strict=True))
         object.__setattr__(self, "spelling", spelling)
-        special = (token for token, kind in zip(self.tokens, self.classes, strict=True) if kind == TokenClass.SPECIAL)
-        object.__setattr__(self, "special_texts", frozenset(token.decode("utf-8", "replace") for token in special))
 
     @property
     def vocab_size(self) -> int:

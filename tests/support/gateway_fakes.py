@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import math
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
 from libs.blocks import block_hashes
 from libs.errors import ErrorCode, TokenloomError
+from libs.logprobs import PackedLogprobs
 from libs.packing import count_ids, pack_ids, unpack_ids
 from libs.rpc import Server, abort, listen, new_server
 from libs.text.table import TextRule, TextTable, TokenClass
@@ -97,7 +100,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return tokenizer_pb2.DecodeResponse(text=bytes(ids).decode())
 
     async def Describe(self, request, context):
-        if self.failure is not None:
+        if self.failure is not None and self.failure.code in (ErrorCode.UNAVAILABLE, ErrorCode.TOKENIZER_UNAVAILABLE):
             await abort(context, self.failure)
         return tokenizer_pb2.DescribeResponse(vocab_size=VOCAB)
 
@@ -112,6 +115,19 @@ def _encode(request: tokenizer_pb2.EncodeRequest, spell: Callable[[str], list[in
     if kind == "token_ids":
         return unpack_ids(request.token_ids.ids)
     return spell("".join(f"{message['role']}:{message['content']}\n" for message in json.loads(request.chat.messages_json)))
+
+
+def scores(token_ids: Sequence[int], alternatives: int, *, is_prompt: bool = False) -> common_pb2.Logprobs:
+    """Log-probabilities: each token the likeliest, its successors (by id) the next; the first of a prompt has none."""
+    found = PackedLogprobs(alternatives)
+    for place, token in enumerate(token_ids):
+        top = [(token + step) % VOCAB for step in range(alternatives)]
+        values = [-0.5 - step for step in range(alternatives)]
+        undefined = is_prompt and not place
+        found.token_ids += pack_ids([token, *top])
+        found.values += struct.pack(f"<{alternatives + 1}f", *([math.nan] * (alternatives + 1) if undefined else [-0.5, *values]))
+        found.ranks.append(0 if undefined else 1)
+    return found.to_proto()
 
 
 def facts(**changes) -> scheduler_pb2.ModelFacts:
@@ -162,6 +178,9 @@ class FakeSession:
             frame.counts.append(len(tokens))
             frame.token_ids = pack_ids(tokens)
             self.sent[submit_id] = start + len(tokens)
+            sampling = self.submits[submit_id].sampling if submit_id in self.submits else common_pb2.SamplingParams()
+            if sampling.HasField("logprobs"):
+                frame.logprobs.append(scores(tokens, sampling.logprobs))
         if ending is not None:
             frame.endings.append(ending)
         return frame
@@ -262,6 +281,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         session.sent[submit.id] = count_ids(submit.output_ids)
         accepted = session.frame()
         accepted.accepted.append(submit.id)
+        if submit.sampling.HasField("prompt_logprobs"):
+            positions = scores(unpack_ids(submit.prompt_ids), submit.sampling.prompt_logprobs, is_prompt=True)
+            accepted.prompt_positions.add(id=submit.id, logprobs=positions)
         session.put(accepted)
         self.submitted.put_nowait((session, submit))
         task = asyncio.create_task(self.behaviour(session, submit))
@@ -287,3 +309,12 @@ def say(text: str, *, reason: int = STOP, eos: bool = True, **ending) -> Behavio
 
 async def silence(session: FakeSession, submit: scheduler_pb2.Submit) -> None:
     """Accepts and says nothing: the test speaks itself."""
+
+
+def refuse(error: TokenloomError) -> Behaviour:
+    """Answers with a failure alone, before acceptance."""
+
+    async def behaviour(session: FakeSession, submit: scheduler_pb2.Submit) -> None:
+        session.emit(submit.id, [], ending=session.ending(submit.id, FAILED, error=error.to_proto(), was_accepted=False))
+
+    return behaviour

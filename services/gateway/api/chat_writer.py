@@ -8,8 +8,17 @@ from msgspec import Struct
 
 from libs.text.decoding import OutputBytes
 from services.gateway.api.logprobs import chat_logprobs
-from services.gateway.api.messages import MessageReader
-from services.gateway.api.responses import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatLogprobs, Delta
+from services.gateway.api.messages import MessageReader, count_until
+from services.gateway.api.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    CompletionTokensDetails,
+    Delta,
+    Usage,
+)
 from services.gateway.api.writers import BaseWriter, Form, finish_of
 from services.gateway.endings import stop_reason
 from services.gateway.parsers.base import Part
@@ -19,10 +28,13 @@ _NOTHING = Delta()
 
 
 class ChatWriter(BaseWriter):
-    """See Writer. Choices are read by one `new_reader()` each."""
+    """See Writer. Choices are read by one `new_reader()` each. `reasoning_end`: the text that ends reasoning, None where none is told
+    apart; what stands before it counts as `reasoning_tokens`, its own included.
+    """
 
-    def __init__(self, form: Form, new_reader: Callable[[], MessageReader]) -> None:
+    def __init__(self, form: Form, new_reader: Callable[[], MessageReader], reasoning_end: str | None = None) -> None:
         super().__init__(form)
+        self._reasoning_end = reasoning_end
         self._readers = [new_reader() for _ in form.choices]
         self._outputs: list[OutputBytes] = [self._names.output() for _ in form.choices]
 
@@ -76,6 +88,14 @@ class ChatWriter(BaseWriter):
             self._logprobs(change),
             self._token_ids(change),
         )
+
+    def _usage(self) -> Usage:
+        usage, end = super()._usage(), self._reasoning_end
+        if end is not None:
+            pairs = zip(self._form.choices, self._readers, strict=True)
+            counts = [count_until(self._form.table, choice.ticket.output, end) for choice, reader in pairs if reader.reasoned]
+            usage.completion_tokens_details = CompletionTokensDetails(sum(counts))
+        return usage
 
     def _parts(self, change: Change) -> list[Part]:
         return self._readers[change.index].parts(change)

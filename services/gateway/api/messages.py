@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import UNSET
 
+from libs.text.table import TextTable
 from services.gateway.api.responses import ChatMessage, Delta, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from services.gateway.parsers.base import CallArguments, CallBegins, Content, MessageParser, Part, Reasoning
 from services.gateway.streamer import Change
@@ -29,16 +30,16 @@ def new_mistral_call_id() -> str:
 class MessageReader:
     """One choice's text on its way into a message: what `parser` makes of it (None: all of it is content), as it becomes certain.
 
-    `show_reasoning` False leaves the reasoning out. `called`: whether a tool call has begun.
+    `show_reasoning` False leaves the reasoning out. `called`: whether a tool call has begun; `reasoned`: whether there was any reasoning.
     """
 
-    __slots__ = ("_new_id", "_parser", "_show_reasoning", "called")
+    __slots__ = ("_new_id", "_parser", "_show_reasoning", "called", "reasoned")
 
     def __init__(
         self, parser: MessageParser | None = None, new_id: Callable[[], str] = new_call_id, *, show_reasoning: bool = True
     ) -> None:
         self._parser, self._new_id, self._show_reasoning = parser, new_id, show_reasoning
-        self.called = False
+        self.called = self.reasoned = False
 
     def parts(self, change: Change) -> list[Part]:
         """What a change adds to the message; with the ending everything that was held back."""
@@ -48,6 +49,7 @@ class MessageReader:
         if change.ending is not None:
             parts = [*parts, *self._parser.finish()]
         self.called = self.called or any(isinstance(part, CallBegins) for part in parts)
+        self.reasoned = self.reasoned or any(isinstance(part, Reasoning) for part in parts)
         return parts if self._show_reasoning else [part for part in parts if not isinstance(part, Reasoning)]
 
     def delta(self, parts: Iterable[Part]) -> Delta:
@@ -93,3 +95,14 @@ def _add_fragment(calls: dict[int, ToolCallDelta], part: CallArguments) -> None:
     call = calls.setdefault(part.index, ToolCallDelta(part.index, function=FunctionDelta()))
     assert isinstance(call.function, FunctionDelta), "every entry is made with its function"
     call.function.arguments = (call.function.arguments or "") + part.fragment
+
+
+def count_until(table: TextTable, token_ids: Sequence[int], end: str) -> int:
+    """How many tokens there are up to the one with which the first `end` in their text is complete; all, where it never is."""
+    marker, tail = end.encode(), b""
+    for count, token_id in enumerate(token_ids, 1):
+        tail += table.token_bytes(token_id)
+        if marker in tail:
+            return count
+        tail = tail[-len(marker) :]
+    return len(token_ids)

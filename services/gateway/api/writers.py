@@ -60,9 +60,13 @@ class BaseWriter:
         wanted = self._form.wanted
         if not wanted.include_usage:
             return UNSET
-        return self._usage() if wanted.continuous_usage else None
+        return self._counted() if wanted.continuous_usage else None
 
     def _usage(self) -> Usage:
+        """Usage at the end."""
+        return self._counted()
+
+    def _counted(self) -> Usage:
         """Tokens of all that was generated, shown or not. The one token that stands in for none (echo alone) is not the client's."""
         count = count_tokens(self._form.choices)
         completion = 0 if self._shown.echo_only else count.completion

@@ -44,7 +44,3 @@ def test_a_table_whose_parts_do_not_fit_is_refused(broken):
     parts = {"offsets": pack_ids([0, 3]), "data": b"abc", "classes": b"\0", "rule": 1} | broken
     with pytest.raises(ValueError):
         TextTable.from_proto(tokenizer_pb2.GetTextTableResponse(**parts))
-
-
-def test_a_table_knows_what_its_special_tokens_spell():
-    assert [table.special_texts for table in TABLES] == [{"<e>"}] * 3
