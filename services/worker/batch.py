@@ -144,12 +144,12 @@ def _opening(message: worker_pb2.Open) -> Opening:
         prompt_ids=prompt,
         output_ids=output,
         computed_tokens=message.computed_tokens,
-        constraint_id=message.constraint_id,
         block_ids=_ids(message.block_ids, "block_ids"),
         sampling=params,
         trace=TraceParent.parse(message.trace.traceparent, message.trace.tracestate) if message.trace.traceparent else None,
         decode_span_id=message.decode_span_id,
         request_span_id=message.request_span_id,
+        constraint_id=message.constraint_id,
     )
 
 

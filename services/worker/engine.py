@@ -70,6 +70,7 @@ class Engine:
         vocabulary = self.facts.vocab_size
         began = time.perf_counter_ns()
         inputs, sampling = build_inputs(rows), build_sampling(rows, vocabulary)
+        mask = build_mask(rows, vocabulary)
         prepared = time.perf_counter_ns()
         logits = self.step(inputs)
         computed = time.perf_counter_ns()
@@ -82,7 +83,6 @@ class Engine:
             non_finite=frozenset(indices[~sampled.finite].tolist()),
             dead_ends=frozenset(indices[sampled.dead].tolist()),
             failed=frozenset(indices[sampled.failed].tolist()),
-        mask = build_mask(rows, vocabulary)
             prepare_us=(prepared - began) // 1000,
             forward_us=(computed - prepared) // 1000,
             sample_us=(ended - computed) // 1000,

@@ -46,8 +46,8 @@ class Slot:
     tokens   prompt, then output; `known` of them are there, the first `computed` have their K and V in the blocks
     endings  ids that end the output (end of sequence unless ignored, stop ids)
     opened_with  tokens known at the opening: until the first token beyond them the slot is in its prefill
-    steering  what logits processors remember of it; None: it asks for none
     progress  where the output stands in its constraint; None: it has none
+    steering  what logits processors remember of it; None: it asks for none
     """
 
     request: str
@@ -61,8 +61,8 @@ class Slot:
     blocks: Ids
     num_blocks: int
     timeline: Timeline
-    steering: Steering | None = None
     progress: Progress | None = None
+    steering: Steering | None = None
 
     @property
     def prompt_ids(self) -> Ids:
@@ -92,7 +92,6 @@ class Slot:
     @property
     def ended(self) -> bool:
         """Whether its last token ends it, as far as the worker can tell (stop strings it cannot): a hint for leases."""
-        if self.output_length < max(self.sampling.min_tokens, 1):
         return self.constraint_complete or self.ended_by_token
 
     @property
@@ -103,6 +102,7 @@ class Slot:
     @property
     def ended_by_token(self) -> bool:
         """Whether its last token is an end of sequence or a stop token that counts already."""
+        if self.output_length < max(self.sampling.min_tokens, 1):
             return False
         return bool((self.endings == self.tokens[self.known - 1]).any())
 
@@ -149,8 +149,8 @@ class SlotTable:
         self._limits = limits
         self._processors = processors
         self._eos = tuple(eos_token_ids)
-        self._slots: dict[int, Slot] = {}
         self._constraints = constraints
+        self._slots: dict[int, Slot] = {}
 
     def __getitem__(self, slot: int) -> Slot | None:
         """The sequence in a slot; None: it is empty."""
@@ -191,9 +191,9 @@ class SlotTable:
             if row.index in tokens:
                 slot.tokens[slot.known] = tokens[row.index]
                 slot.known += 1
-                if slot.steering is not None:
                 if slot.progress is not None:
                     slot.progress.accept(tokens[row.index])
+                if slot.steering is not None:
                     slot.steering.advance(tokens[row.index])
         return gone
 
@@ -227,13 +227,10 @@ class SlotTable:
             blocks=blocks,
             num_blocks=opening.block_ids.size,
             timeline=Timeline(opening.trace, opening.decode_span_id, opening.request_span_id),
+            progress=self._progress(opening),
             steering=steer(opening.sampling, opening.prompt_ids, opening.output_ids, self._processors),
         )
 
-            progress=self._progress(opening),
-    def _add_row(self, staged: StagedStep, index: int, row: Row, slot: Slot) -> bool:
-        """Adds a row to the step; False: its tokens are not there (an earlier row of it yielded none), or no further one has room."""
-        start, end = slot.computed, slot.computed + row.count
     def _progress(self, opening: Opening) -> Progress | None:
         if not opening.constraint_id:
             return None
@@ -246,6 +243,9 @@ class SlotTable:
             raise _violation(f"{opening.request} opens with constraint {opening.constraint_id}, which is not prepared")
         return found
 
+    def _add_row(self, staged: StagedStep, index: int, row: Row, slot: Slot) -> bool:
+        """Adds a row to the step; False: its tokens are not there (an earlier row of it yielded none), or no further one has room."""
+        start, end = slot.computed, slot.computed + row.count
         if end > slot.known or (row.sample and slot.full):
             return False
         if row.sample and end != slot.known:

@@ -147,9 +147,9 @@ def _result(batch: Batch, staged: StagedStep, executed: Executed) -> worker_pb2.
             outcomes[row.index] = worker_pb2.ROW_OUTCOME_FAILED
         elif row.index in executed.tokens:
             counts[row.index] = 1
-            tokens.append(executed.tokens[row.index])
             if row.slot.constraint_complete and not row.slot.ended_by_token:
                 outcomes[row.index] = worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE
+            tokens.append(executed.tokens[row.index])
     return worker_pb2.StepResult(
         number=batch.number,
         outcome=worker_pb2.BATCH_OUTCOME_OK,
