@@ -1,0 +1,158 @@
+"""From the tools of a request to what its output must be, and how it is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from libs.constraints import Constraint, ConstraintKind
+from libs.errors import ErrorCode, TokenloomError
+from services.gateway.parsers.schemas import MAX_SCHEMA_DEPTH, Schema, arguments_schema, depth_of, moved
+from services.gateway.tools import Tool, ToolChoice, ToolChoiceParam
+from services.gateway.wanted import ToolUse
+
+MAX_TOOLS = 1024
+# Wider than OpenAI's (64 letters, digits, _ and -): MCP's servers have longer ones, and vLLM takes dots.
+MAX_NAME = 128
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """`use`: how the output is parsed, None where it is content alone. `constraint`: what makes calls certain. `tools_json`: the tools that
+    the model is told of, as the template is given them; empty: none.
+    """
+
+    use: ToolUse | None = None
+    constraint: Constraint | None = None
+    tools_json: bytes = b""
+
+
+def plan_tools(
+    tools: Sequence[Tool] | None, choice: ToolChoiceParam | None, *, parallel: bool | None = None, format: str = "", auto: bool = True
+) -> ToolPlan:
+    """What `tools`, `tool_choice` and `parallel_tool_calls` (None: true) ask for.
+
+    `format`: the operator's parser for calls, "" for that of the template. `auto` False: where the model may choose, its text is not
+    parsed. Without a choice it is "auto". With "none" the model is told of the tools all the same, as in vLLM. With allowed_tools it is told
+    of those alone.
+
+    Raises TokenloomError INVALID_REQUEST naming the parameter.
+    """
+    tools = tools or ()
+    _check(tools)
+    mode, chosen = _choose(tools, choice)
+    if not tools or mode == "none":
+        return ToolPlan(tools_json=_encode(tools))
+    told = [tools[index] for index in chosen] if isinstance(choice, ToolChoice) and choice.type == "allowed_tools" else tools
+    names = tuple(tools[index].function.name for index in chosen)
+    if mode == "auto":
+        use = ToolUse("auto", format, names, parallel is not False) if auto else None
+        return ToolPlan(use, None, _encode(told))
+    use = ToolUse(mode, format, names, parallel is not False)
+    return ToolPlan(use, _constraint(tools, chosen, use), _encode(told))
+
+
+def _encode(tools: Sequence[Tool]) -> bytes:
+    return msgspec.json.encode(tools) if tools else b""
+
+
+def _check(tools: Sequence[Tool]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise _invalid(f"tools: at most {MAX_TOOLS} are taken; got {len(tools)}", "tools")
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        param, name = f"tools[{index}].function.name", tool.function.name
+        if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+            allowed = f"1 to {MAX_NAME} letters, digits, and any of _ - . : /"
+            raise _invalid(f"{param} must have {allowed}; got {name[:MAX_NAME]!r}", param)
+        if name in seen:
+            raise _invalid(f"{param}: another tool is called {name} too", param)
+        seen.add(name)
+        _check_parameters(tool.function.parameters, f"tools[{index}].function.parameters")
+
+
+def _check_parameters(parameters: Schema | None, param: str) -> None:
+    """What is no schema of an object. Whether the rest of it is a schema, the compiler of constraints finds out where one is needed."""
+    if not isinstance(parameters, dict):
+        return
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise _invalid(f'{param}.type must be "object": a tool takes its arguments by name', f"{param}.type")
+    for name, wanted, article in (("properties", dict, "an object"), ("required", list, "an array")):
+        if not isinstance(parameters.get(name, wanted()), wanted):
+            raise _invalid(f"{param}.{name} must be {article}", f"{param}.{name}")
+    if depth_of(parameters, MAX_SCHEMA_DEPTH) > MAX_SCHEMA_DEPTH:
+        raise _invalid(f"{param} is nested deeper than {MAX_SCHEMA_DEPTH} levels", param)
+
+
+def _choose(tools: Sequence[Tool], choice: ToolChoiceParam | None) -> tuple[Literal["none", "auto", "required", "named"], Sequence[int]]:
+    """The mode, and the tools (by index) that may be called."""
+    if choice is None:
+        choice = "auto"
+    if not tools and choice not in ("none", "auto"):
+        raise _invalid("tool_choice asks for a call, but there are no tools", "tool_choice")
+    if not isinstance(choice, ToolChoice):
+        return choice, range(len(tools))
+    indices = {tool.function.name: index for index, tool in enumerate(tools)}
+    if choice.type == "function":
+        if choice.function is None:
+            raise _invalid("tool_choice.function is required", "tool_choice.function")
+        return "named", [_index(indices, choice.function.name, "tool_choice.function.name")]
+    allowed = choice.allowed_tools
+    if allowed is None:
+        raise _invalid("tool_choice.allowed_tools is required", "tool_choice.allowed_tools")
+    if not allowed.tools:
+        raise _invalid("tool_choice.allowed_tools.tools must name a tool", "tool_choice.allowed_tools.tools")
+    path = "tool_choice.allowed_tools.tools"
+    found = [_index(indices, tool.function.name, f"{path}[{index}].function.name") for index, tool in enumerate(allowed.tools)]
+    return allowed.mode, sorted(set(found))
+
+
+def _index(indices: dict[str, int], name: str, param: str) -> int:
+    if name not in indices:
+        raise _invalid(f"{param}: there is no tool called {name[:MAX_NAME]!r}", param)
+    return indices[name]
+
+
+def _constraint(tools: Sequence[Tool], chosen: Sequence[int], use: ToolUse) -> Constraint:
+    if use.mode == "named":
+        function = tools[chosen[0]].function
+        schema = arguments_schema(function.parameters, strict=bool(function.strict))
+        return _json_schema(schema, f"tools[{chosen[0]}].function.parameters")
+    return _json_schema(_list_of_calls([tools[index] for index in chosen], parallel=use.parallel), "tools")
+
+
+def _list_of_calls(tools: Sequence[Tool], *, parallel: bool) -> dict[str, Any]:
+    """The schema of [{"name": ..., "parameters": {...}}, ...]. Each tool's schema is a definition of its own, so that what refers to names
+    within it finds them there, whatever other tools call theirs.
+    """
+    schemas = [arguments_schema(tool.function.parameters, strict=bool(tool.function.strict)) for tool in tools]
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string", "enum": [tool.function.name]}, "parameters": {"$ref": f"#/$defs/tool{index}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for index, tool in enumerate(tools)
+    ]
+    return {
+        "type": "array",
+        "minItems": 1,
+        **({} if parallel else {"maxItems": 1}),
+        "items": {"anyOf": calls} if len(calls) > 1 else calls[0],
+        "$defs": {f"tool{index}": moved(schema, f"#/$defs/tool{index}") for index, schema in enumerate(schemas)},
+    }
+
+
+def _json_schema(schema: dict[str, Any], param: str) -> Constraint:
+    return Constraint(ConstraintKind.JSON_SCHEMA, (msgspec.json.encode(schema).decode(),), param=param)
+
+
+def _invalid(message: str, param: str) -> TokenloomError:
+    return TokenloomError(ErrorCode.INVALID_REQUEST, message, param=param)
