@@ -16,6 +16,7 @@ SERVICE_SETTINGS: Mapping[str, frozenset[str]] = {
     "gateway": _COMMON
     | {"host", "port", "uds", "served_model_name", "api_key", "api_keys_from_store", "store"}
     | {"trust_request_chat_template", "return_tokens_as_token_ids"}
+    | {"enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"}
     | {"allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"}
     | {"max_body_bytes", "max_prompts", "request_timeout", "slow_reader_timeout", "sse_keep_alive", "drain_delay"}
     | {
@@ -61,7 +62,7 @@ ALIASES: Mapping[str, str] = {
 
 # Variables that are read elsewhere than in a settings class: the model cache, the run directories of `tokenloom serve`, the process that
 # a service dies with, the instruction set that the C++ kernels are held to, and the Jaeger that `tokenloom trace` asks.
-OTHER_VARIABLES = frozenset({"TOKENLOOM_JAEGER", "TOKENLOOM_CACHE", "TOKENLOOM_RUN_DIR", "TOKENLOOM_PARENT_PID", "TOKENLOOM_CPU_ISA"})
+OTHER_VARIABLES = frozenset({"TOKENLOOM_JAEGER", "TOKENLOOM_URL", "TOKENLOOM_CACHE", "TOKENLOOM_RUN_DIR", "TOKENLOOM_PARENT_PID", "TOKENLOOM_CPU_ISA"})
 
 
 def owners(name: str) -> list[str]:

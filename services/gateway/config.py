@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, field_validator
 from libs.config import ServiceConfig, Settings
 from libs.config.concerns import DrainSettings, StatsSettings, StoreSettings
 from libs.config.settings import MAX_SOCKET_PATH, Address, Amount
+from services.gateway.parsers.factory import reasoning_format, reasoning_parser_names, tool_format, tool_parser_names
 
 # What a browser sends as Origin: no path and no trailing slash; `null` for files.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s\[\]\"']+|[a-z]+://\[[0-9a-f:.]+\](:\d+)?")
@@ -76,6 +77,44 @@ class ApiSettings(Settings):
     return_tokens_as_token_ids: bool = Field(
         False, description="Log-probabilities name tokens `token_id:17` where a request does not say `return_tokens_as_token_ids`."
     )
+
+
+class ParsingSettings(Settings):
+    """Tool calls and reasoning."""
+
+    enable_auto_tool_choice: bool = Field(
+        True,
+        description="Parse the text for tool calls where a request has `tools` and leaves the choice to the model. "
+        "Off: the text stays as it is.",
+    )
+    tool_call_parser: str = Field(
+        "",
+        description="How the model writes tool calls: hermes, llama3_json, mistral, pythonic, or an entry point of tokenloom.tool_parsers. "
+        "None: as the chat template asks for.",
+    )
+    reasoning_parser: str = Field(
+        "",
+        description="How the model marks its reasoning, which responses show apart: deepseek_r1, qwen3, or an entry point of "
+        "tokenloom.reasoning_parsers. None: it stays in the text.",
+    )
+
+    @field_validator("tool_call_parser")
+    @classmethod
+    def _check_tool_parser(cls, value: str) -> str:
+        if value and value not in tool_parser_names():
+            raise ValueError(f"there is no parser of tool calls called {value}: there are {', '.join(tool_parser_names())}")
+        if value:
+            tool_format(value)
+        return value
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _check_reasoning_parser(cls, value: str) -> str:
+        if value and value not in reasoning_parser_names():
+            raise ValueError(f"there is no parser of reasoning called {value}: there are {', '.join(reasoning_parser_names())}")
+        if value:
+            reasoning_format(value)
+        return value
 
 
 class CorsSettings(Settings):
@@ -146,7 +185,16 @@ class UpstreamSettings(Settings):
 
 
 class GatewayConfig(
-    ListenSettings, ApiSettings, CorsSettings, LimitSettings, UpstreamSettings, StoreSettings, DrainSettings, StatsSettings, ServiceConfig
+    ListenSettings,
+    ApiSettings,
+    ParsingSettings,
+    CorsSettings,
+    LimitSettings,
+    UpstreamSettings,
+    StoreSettings,
+    DrainSettings,
+    StatsSettings,
+    ServiceConfig,
 ):
     """The OpenAI-compatible HTTP server of the mesh."""
 

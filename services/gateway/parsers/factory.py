@@ -76,7 +76,7 @@ def reasoning_parser_names() -> tuple[str, ...]:
 
 
 def tool_format(name: str) -> ToolFormat:
-    """The format of that name. Raises ValueError when there is none, or its entry point is no ToolFormat."""
+    """The format of that name. Raises ValueError when there is none, or its entry point cannot be loaded or is no ToolFormat."""
     return _TOOLS.get(name) or _plug_in(TOOL_GROUP, name, ToolFormat)
 
 
@@ -137,7 +137,10 @@ def _plug_in(group: str, name: str, kind: type[FormatT]) -> FormatT:
     found = list(entry_points(group=group, name=name))
     if not found:
         raise ValueError(f"there is no entry point {name} in {group}")
-    loaded = found[0].load()
+    try:
+        loaded = found[0].load()
+    except Exception as error:  # it is the operator's module: it can raise anything
+        raise ValueError(f"the entry point {name} of {group} cannot be loaded: {error}") from error
     if not isinstance(loaded, kind):
         raise ValueError(f"the entry point {name} of {group} is {type(loaded).__name__}, not {kind.__name__}")
     return loaded
