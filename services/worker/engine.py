@@ -20,6 +20,7 @@ from services.worker.batch import Batch, Opening, Row
 from services.worker.config import WorkerConfig
 from services.worker.models.registry import build
 from services.worker.ops.base import HeadShape, Step
+from services.worker.sampling.custom import CustomProcessor, load_processors
 from services.worker.sampling.sampler import sample
 from services.worker.slots import Limits, SlotTable, StagedRow
 from services.worker.step_inputs import build_inputs, build_mask, build_sampling
@@ -44,8 +45,10 @@ class Executed:
 class Engine:
     """See the module. Everything that can be refused is refused while loading. `step` is the model, bound to its executor and cache."""
 
-    def __init__(self, step: Step, facts: worker_pb2.WorkerFacts) -> None:
+    def __init__(self, step: Step, facts: worker_pb2.WorkerFacts, processors: Sequence[CustomProcessor] = ()) -> None:
+        """`processors`: the operator's logits processors, for the slots whose rows this engine samples."""
         self.step = step
+        self.processors = processors
         self.facts = facts
         self.limits = Limits(
             num_slots=facts.num_slots,
@@ -74,7 +77,7 @@ class Engine:
         prepared = time.perf_counter_ns()
         logits = self.step(inputs)
         computed = time.perf_counter_ns()
-        sampled = sample(logits, sampling, vocabulary)
+        sampled = sample(logits, sampling, vocabulary, mask)
         ended = time.perf_counter_ns()
         indices = np.array([row.index for row in rows if row.sample], np.int64)
         drawn = sampled.finite & ~(sampled.dead | sampled.failed)
@@ -101,6 +104,9 @@ def load(config: WorkerConfig) -> Engine:
     ops, executor = numerics.choose_ops(config, head_shape(model_config), dtype)
     started = time.monotonic()
     size = _cache_size(config, model_config, dtype)
+    offered = _facts(config, directory, size, dtype, executor)
+    processors = load_processors(config.logits_processors, offered.vocab_size, torch.device("cpu"))
+    offered.logits_processors.extend(item.name for item in processors)
     source = weights.open_source(directory.weight_files(), model_config)
     expected = 9 * model_config.num_hidden_layers + 3
     try:
@@ -108,8 +114,7 @@ def load(config: WorkerConfig) -> Engine:
     except (KeyError, ValueError) as error:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{directory.path}: {error.args[0]}") from error
     cache = kv_cache.allocate(model_config, size.num_blocks, dtype)
-    offered = _facts(config, directory, size, dtype, executor)
-    engine = Engine(ops.bind(model.forward, cache, offered.max_tokens_per_step), offered)
+    engine = Engine(ops.bind(model.forward, cache, offered.max_tokens_per_step), offered, processors)
     numerics.leave_cores_to_the_team(ops)
     engine.warm_up()
     _log.info(

@@ -30,6 +30,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.limits = LIMITS
+        self.processors = ()
         self.facts = worker_pb2.WorkerFacts(eos_token_ids=[2], vocab_size=LIMITS.vocab_size, num_blocks=LIMITS.num_blocks)
         self.gate: threading.Semaphore | None = None
         self.entered: queue.Queue[int] = queue.Queue()
