@@ -38,8 +38,8 @@ def plan_tools(
     """What `tools`, `tool_choice` and `parallel_tool_calls` (None: true) ask for.
 
     `format`: the operator's parser for calls, "" for that of the template. `auto` False: where the model may choose, its text is not
-    parsed. Without a choice it is "auto". With "none" the model is told of the tools all the same, as in vLLM. With allowed_tools it is told
-    of those alone.
+    parsed. Without a choice it is "auto". With "none" the model is told of the tools all the same, as in vLLM. With allowed_tools it is
+    told of those alone.
 
     Raises TokenloomError INVALID_REQUEST naming the parameter.
     """
