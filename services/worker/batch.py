@@ -80,7 +80,7 @@ def granted_steps(message: worker_pb2.StepBatch) -> int:
 def parse_batch(message: worker_pb2.StepBatch) -> Batch:
     """Reads a batch.
 
-    Raises TokenloomError: UNSUPPORTED for features that this worker does not have (drafts, offsets, adapters, log-probabilities),
+    Raises TokenloomError: UNSUPPORTED for features that this worker does not have (drafts, offsets, adapters),
     PROTOCOL_VIOLATION when the message contradicts itself.
     """
     if any(message.draft_counts):
@@ -127,11 +127,6 @@ def _rows(message: worker_pb2.StepBatch) -> tuple[Row, ...]:
 def _opening(message: worker_pb2.Open) -> Opening:
     if message.adapter_slot:
         raise TokenloomError(ErrorCode.UNSUPPORTED, f"this worker has no adapters ({message.request} asks for slot {message.adapter_slot})")
-    for name in ("logprobs", "prompt_logprobs"):
-        if message.sampling.HasField(name):
-            raise TokenloomError(
-                ErrorCode.UNSUPPORTED, f"this worker gives no log-probabilities ({message.request} asks for {name})", param=name
-            )
     prompt, output = _ids(message.prompt_ids, "prompt_ids"), _ids(message.output_ids, "output_ids")
     if not prompt.size:
         raise _violation(f"{message.request} opens with an empty prompt")

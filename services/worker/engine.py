@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from libs.blocks import BLOCK_SIZE
 from libs.errors import ErrorCode, TokenloomError
+from libs.logprobs import PackedLogprobs
 from libs.models.directory import ModelDirectory
 from libs.models.llama_config import LlamaConfig
 from libs.sampling import SamplingParams
@@ -20,7 +21,9 @@ from services.worker.batch import Batch, Opening, Row
 from services.worker.config import WorkerConfig
 from services.worker.models.registry import build
 from services.worker.ops.base import HeadShape, Step
+from services.worker.sampling import logprobs
 from services.worker.sampling.custom import CustomProcessor, load_processors
+from services.worker.sampling.logprobs import Told
 from services.worker.sampling.sampler import sample
 from services.worker.slots import Limits, SlotTable, StagedRow
 from services.worker.step_inputs import build_inputs, build_mask, build_sampling
@@ -31,7 +34,10 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """What a step computed: the token drawn by a row's index in the batch, the rows that have none and why, and microseconds."""
+    """What a step computed: the token drawn by a row's index in the batch, the rows that have none and why, and microseconds.
+
+    `logprobs`: of those tokens whose rows asked, by the same index; `told`: what rows tell of their prompts.
+    """
 
     tokens: dict[int, int]
     non_finite: frozenset[int]
@@ -40,6 +46,8 @@ class Executed:
     sample_us: int
     dead_ends: frozenset[int] = frozenset()
     failed: frozenset[int] = frozenset()
+    logprobs: Mapping[int, PackedLogprobs] = field(default_factory=dict)
+    told: Sequence[Told] = ()
 
 
 class Engine:
@@ -56,6 +64,7 @@ class Engine:
             max_model_len=facts.max_model_len,
             max_tokens_per_step=facts.max_tokens_per_step,
             vocab_size=facts.logits_width,
+            max_logprobs=facts.max_logprobs,
         )
 
     def warm_up(self) -> None:
@@ -77,15 +86,21 @@ class Engine:
         prepared = time.perf_counter_ns()
         logits = self.step(inputs)
         computed = time.perf_counter_ns()
+        kept = logprobs.keep(logits, rows, vocabulary)
         sampled = sample(logits, sampling, vocabulary, mask)
-        ended = time.perf_counter_ns()
+        told = logprobs.of_prompts(self.step, rows, vocabulary)
         indices = np.array([row.index for row in rows if row.sample], np.int64)
         drawn = sampled.finite & ~(sampled.dead | sampled.failed)
+        of_tokens = logprobs.of_tokens(kept, sampled.tokens) if kept is not None else ()
+        listed = {int(indices[place]): packed for place, packed in of_tokens if drawn[place]}
+        ended = time.perf_counter_ns()
         return Executed(
             tokens=dict(zip(indices[drawn].tolist(), sampled.tokens[drawn].tolist(), strict=True)),
             non_finite=frozenset(indices[~sampled.finite].tolist()),
             dead_ends=frozenset(indices[sampled.dead].tolist()),
             failed=frozenset(indices[sampled.failed].tolist()),
+            logprobs=listed,
+            told=told,
             prepare_us=(prepared - began) // 1000,
             forward_us=(computed - prepared) // 1000,
             sample_us=(ended - computed) // 1000,
@@ -170,6 +185,7 @@ def _facts(
     model, known = directory.config, facts.tokenizer_size(directory)
     if known > model.vocab_size:
         _log.warning("the tokenizer knows more ids than the model has rows; the others cannot occur", ids=known, rows=model.vocab_size)
+    ids = min(known, model.vocab_size)
     unbuilt = directory.generation_defaults.unbuilt
     if unbuilt:
         _log.warning("generation_config.json sets fields that have no effect here", fields=list(unbuilt))
@@ -180,13 +196,14 @@ def _facts(
         kv_dtype=str(dtype).removeprefix("torch."),
         max_model_len=size.max_model_len,
         eos_token_ids=directory.eos_token_ids,
-        vocab_size=min(known, model.vocab_size),
+        vocab_size=ids,
         logits_width=model.vocab_size,
         defaults=facts.defaults_message(directory.generation_defaults),
         max_in_flight=MAX_IN_FLIGHT,
         feed_forward_distance=1,
         num_slots=config.max_num_seqs,
         max_tokens_per_step=max(config.max_num_batched_tokens, size.max_model_len),
+        max_logprobs=ids if config.max_logprobs < 0 else min(config.max_logprobs, ids),
         block_bytes=kv_cache.block_bytes(model, dtype),
         device="cpu",
     )

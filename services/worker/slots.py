@@ -29,7 +29,7 @@ from tokenloom.worker.v1 import worker_pb2
 class Limits:
     """Bounds that a batch must keep: ids of blocks and slots are below their numbers, lengths in tokens.
 
-    `vocab_size`: ids with an embedding.
+    `vocab_size`: ids with an embedding. `max_logprobs`: alternatives that log-probabilities may list.
     """
 
     num_slots: int
@@ -37,6 +37,7 @@ class Limits:
     max_model_len: int
     max_tokens_per_step: int
     vocab_size: int
+    max_logprobs: int = 0
 
 
 @dataclass(slots=True)
@@ -203,6 +204,8 @@ class SlotTable:
             raise _violation(f"slot {opening.slot} of {limits.num_slots}")
         if known > limits.max_model_len:
             raise _violation(f"{opening.request} opens with {known} tokens; the limit is {limits.max_model_len}")
+        if max(opening.sampling.logprobs or 0, opening.sampling.prompt_logprobs or 0) > limits.max_logprobs:
+            raise _violation(f"{opening.request} asks for more log-probabilities than the {limits.max_logprobs} that are listed here")
         capacity = min(limits.max_model_len, opening.prompt_ids.size + max(opening.sampling.max_tokens, opening.output_ids.size))
         tokens = np.zeros(capacity, np.int32)
         tokens[: opening.prompt_ids.size] = opening.prompt_ids

@@ -19,6 +19,7 @@ from services.worker.engine import Engine, Executed
 from services.worker.metrics import WorkerMetrics
 from services.worker.slots import Slot, SlotTable, StagedRow, StagedStep
 from services.worker.spans import spans_of
+from tokenloom.common.v1 import common_pb2
 from tokenloom.worker.v1 import worker_pb2
 
 _log = get_logger(__name__)
@@ -156,7 +157,19 @@ def _result(batch: Batch, staged: StagedStep, executed: Executed) -> worker_pb2.
         row_outcomes=bytes(outcomes),
         token_counts=counts,
         token_ids=pack_ids(tokens),
+        logprobs=_logprobs(len(counts), executed),
+        prompt_positions=[
+            worker_pb2.RowPromptPositions(row=told.row, first_position=told.first, logprobs=told.logprobs.to_proto())
+            for told in executed.told
+        ],
     )
+
+
+def _logprobs(rows: int, executed: Executed) -> list[common_pb2.Logprobs]:
+    """One message per row of the batch, empty for those that did not ask; none at all where nobody did."""
+    if not executed.logprobs:
+        return []
+    return [executed.logprobs[index].to_proto() if index in executed.logprobs else common_pb2.Logprobs() for index in range(rows)]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

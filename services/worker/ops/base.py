@@ -54,9 +54,25 @@ PackedLinear = Any
 # What flows between operations: a tensor, or its stand-in while an executor records the model. Models pass it on and look at nothing in it.
 Value = Any
 
-# A model's step over its cache, written against Ops; and the same bound to an executor: logits, float32 [S, vocabulary].
+# A model's step over its cache, written against Ops: logits, float32 [S, vocabulary].
 Forward = Callable[[StepInputs, Sequence[LayerCache]], Value]
-Step = Callable[[StepInputs], torch.Tensor]
+
+# Most tokens whose logits `Step.again` gives at a time: with 49,152 ids they take 25 MB.
+MOST_AGAIN = 128
+
+
+class Step(Protocol):
+    """A model bound to an executor and a cache."""
+
+    def __call__(self, inputs: StepInputs) -> torch.Tensor:
+        """Computes one step: logits, float32 [S, vocabulary], of its `sampled` tokens, valid until the next call of either kind."""
+        ...
+
+    def again(self, picked: torch.Tensor) -> torch.Tensor:
+        """Logits, float32 [S, vocabulary], of other tokens of the step that ran last: `picked`, int64 [S], at most MOST_AGAIN. Each row
+        has the bits it would have had if the step had been asked for it. Valid as long as those of the step.
+        """
+        ...
 
 
 class Ops(Protocol):

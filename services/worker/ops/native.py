@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from libs.errors import ErrorCode, TokenloomError
-from services.worker.ops.base import StepInputs
+from services.worker.ops.base import MOST_AGAIN, StepInputs
 from services.worker.ops.places import Plan, plan_places
 from services.worker.ops.recording import Instruction, Kind, Recording, Rows, Value
 
@@ -88,6 +88,7 @@ class Program:
     def __init__(self, library: CpuLibrary, team: Team, recording: Recording, result: Value, max_tokens: int) -> None:
         """Lays the values out and hands all over to the library. Raises MemoryError."""
         plan = plan_places(recording.instructions, result)
+        self._has_run, self._repeats = False, _ends_with_picked_tokens(recording.instructions)
         # What the instructions' addresses point at, and what must not end before the program does.
         self._owned = (library, team, tuple(recording.instructions))
         self._calls = library.calls
@@ -125,11 +126,30 @@ class Program:
             inputs.block_tables.shape[1],
         )
         fault = ctypes.c_char_p()
+        self._has_run = False
         outcome = self._calls.tokenloom_program_run(self._handle, ctypes.byref(step), ctypes.byref(fault))
         if outcome == _NO_MEMORY:
             raise MemoryError(f"no memory for the activations of {tokens} tokens")
         if outcome != _DONE:
             raise ValueError(f"the step's inputs cannot be: {(fault.value or b'').decode()}")
+        self._has_run = True
+        return out
+
+    def again(self, picked: torch.Tensor) -> torch.Tensor:
+        """The result for other tokens of the step that ran last (int64 [S]; see Step): what follows their picking runs once more.
+
+        Raises ValueError for tokens that were not in it, for too many, and where the result is not one row for each picked token.
+        """
+        if not self._has_run or not self._repeats:
+            raise ValueError("no step has run, or its last operations are not those of picked tokens alone")
+        count = picked.shape[0]
+        if count > MOST_AGAIN:
+            raise ValueError(f"{count} tokens are picked again; {MOST_AGAIN} are taken at once")
+        out, fault = self._output(count), ctypes.c_char_p()
+        at = ctypes.c_void_p(_at(picked, torch.int64, (count,)))
+        outcome = self._calls.tokenloom_program_again(self._handle, at, count, ctypes.c_void_p(out.data_ptr()), ctypes.byref(fault))
+        if outcome != _DONE:
+            raise ValueError(f"these tokens cannot be picked: {(fault.value or b'').decode()}")
         return out
 
     def start_timing(self) -> None:
@@ -147,6 +167,13 @@ class Program:
         if rows > self._out.shape[0]:
             self._out = torch.empty(rows, self._result.width)
         return self._out[:rows]
+
+
+def _ends_with_picked_tokens(instructions: Sequence[Instruction]) -> bool:
+    """Whether picked tokens, once there are some, are all that is computed: then what they are picked from stays where it is."""
+    rows = [item.to.rows for item in instructions]
+    picked = rows.index(Rows.SAMPLED) if Rows.SAMPLED in rows else len(rows)
+    return picked < len(rows) and all(kind is Rows.SAMPLED for kind in rows[picked:])
 
 
 def _destroy(library: CpuLibrary, team: Team, handle: ctypes.c_void_p) -> None:

@@ -34,6 +34,7 @@ class ReferenceOps:
 
     def __init__(self, *, batch_invariant: bool = True) -> None:
         self._padded_rows = _PADDED_ROWS if batch_invariant else ()
+        self._headed: tuple[torch.Tensor, Linear] | None = None
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
         """See Ops: nothing to prepare."""
@@ -41,7 +42,7 @@ class ReferenceOps:
 
     def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:
         """See Ops: each step runs the model's Python."""
-        return lambda inputs: forward(inputs, cache)
+        return _Eager(self, forward, cache)
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""
@@ -106,7 +107,31 @@ class ReferenceOps:
 
     def head(self, x: torch.Tensor, sampled: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """See Ops."""
+        self._headed = x, packed
         return self.linear(x[sampled], packed).float()
+
+    def head_again(self, picked: torch.Tensor) -> torch.Tensor:
+        """The head that ran last over other tokens of its x: float32 [S, vocabulary]. Raises ValueError before the first."""
+        if self._headed is None:
+            raise ValueError("no step has run yet")
+        x, packed = self._headed
+        return self.linear(x[picked], packed).float()
+
+
+class _Eager:
+    """A model's Python as a Step."""
+
+    def __init__(self, ops: ReferenceOps, forward: Forward, cache: Sequence[LayerCache]) -> None:
+        self._ops, self._forward, self._cache = ops, forward, cache
+
+    def __call__(self, inputs: StepInputs) -> torch.Tensor:
+        """See Step."""
+        logits: torch.Tensor = self._forward(inputs, self._cache)
+        return logits
+
+    def again(self, picked: torch.Tensor) -> torch.Tensor:
+        """See Step."""
+        return self._ops.head_again(picked)
 
 
 def _sequence(blocks: torch.Tensor, length: int, heads: HeadShape) -> torch.Tensor:

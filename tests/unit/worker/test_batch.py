@@ -105,8 +105,6 @@ def opened(**fields: object) -> dict[str, object]:
         {"draft_counts": [0, 2]},
         {"offsets": [0, -1]},
         opened(adapter_slot=1),
-        opened(sampling=common_pb2.SamplingParams(logprobs=0)),
-        opened(sampling=common_pb2.SamplingParams(prompt_logprobs=3)),
     ],
 )
 def test_what_this_worker_cannot_do_is_refused_by_name(changes: dict[str, object]):

@@ -83,6 +83,13 @@ TOKENLOOM_API int tokenloom_program_run(tokenloom::Program *program, const token
     }
 }
 
+// The result for other tokens of the step that ran last: 0 done, 2 they are wrong and `*fault` says how.
+TOKENLOOM_API int tokenloom_program_again(tokenloom::Program *program, const int64_t *sampled, int32_t count, float *out,
+                                          const char **fault) {
+    *fault = program->again(sampled, count, out);
+    return *fault == nullptr ? 0 : 2;
+}
+
 // Starts to note times, or copies those noted so far: nanoseconds of the calling thread by kind of instruction.
 TOKENLOOM_API void tokenloom_program_start_timing(tokenloom::Program *program) { program->start_timing(); }
 TOKENLOOM_API void tokenloom_program_timing(const tokenloom::Program *program, int64_t *nanoseconds) {

@@ -55,11 +55,27 @@ Program::~Program() { team_.quiesce(); }
 const char *Program::run(const StepInputs &inputs) {
     if (const char *what = fault(inputs)) return what;
     inputs_ = inputs;
+    compute(false);
+    return nullptr;
+}
+
+const char *Program::again(const int64_t *sampled, int32_t count, float *out) {
+    if (count < 0 || count > kMostAgain) return "more of them than are taken at once";
+    for (int32_t index = 0; index < count; ++index) {
+        if (sampled[index] < 0 || sampled[index] >= inputs_.tokens) return "one is not in the step";
+    }
+    inputs_.sampled = sampled;
+    inputs_.sampled_tokens = count;
+    inputs_.out = out;
+    compute(true);
+    return nullptr;
+}
+
+void Program::compute(bool sampled_only) {
     ++step_;
     lay_out();
-    cut();
+    cut(sampled_only);
     team_.run(*this, step_);
-    return nullptr;
 }
 
 const char *Program::fault(const StepInputs &inputs) const {
@@ -90,15 +106,19 @@ const char *Program::row_fault(const StepInputs &inputs, int32_t row) const {
     return nullptr;
 }
 
-// Gives each place its memory for this step; the arena grows where it must.
+// Gives each place its memory for this step; the arena grows where it must. First those of all tokens, then those of the sampled ones, with
+// room for `again`: so it finds the former where they were, and never has the arena grow.
 void Program::lay_out() {
     constexpr size_t line = kAlignment / sizeof(float);
     std::vector<size_t> offsets(layout_.size(), 0);
     size_t end = 0;
-    for (size_t place = kOutputPlace + 1; place < layout_.size(); ++place) {
-        offsets[place] = end;
-        const size_t floats = static_cast<size_t>(rows_of(layout_[place].sampled)) * layout_[place].width;
-        end += (floats + line - 1) / line * line;
+    for (int32_t sampled = 0; sampled < 2; ++sampled) {
+        const size_t rows = sampled ? std::max(inputs_.sampled_tokens, kMostAgain) : inputs_.tokens;
+        for (size_t place = kOutputPlace + 1; place < layout_.size(); ++place) {
+            if (layout_[place].sampled != sampled) continue;
+            offsets[place] = end;
+            end += (rows * layout_[place].width + line - 1) / line * line;
+        }
     }
     if (end > capacity_) {
         arena_.reset();  // first, so that both are never held at once
@@ -111,9 +131,10 @@ void Program::lay_out() {
     places_[kOutputPlace] = inputs_.out;
 }
 
-// Cuts this step's work into pieces.
-void Program::cut() {
+// Cuts this step's work into pieces; `sampled_only`: operations on all tokens have none.
+void Program::cut(bool sampled_only) {
     for (Tiling &tiling : tilings_) {
+        if (sampled_only) break;  // the rows that it would read are no longer the caller's
         tiling.tiles.clear();
         for (int32_t row = 0; row < inputs_.rows; ++row) {
             const int32_t tokens = inputs_.query_starts[row + 1] - inputs_.query_starts[row];
@@ -124,6 +145,10 @@ void Program::cut() {
         const Instruction &item = instructions_[index];
         Cut &cut = cuts_[index];
         const int32_t rows = rows_of(item.sampled);
+        if (sampled_only && !item.sampled) {
+            progress_[index].begin(step_, 0);
+            continue;
+        }
         if (item.kind == Kind::kLinear) {
             const int panels = ceil_div(item.outputs, kPanel);
             cut.across = ceil_div(rows, kLinearRowsAtOnce);

@@ -19,6 +19,9 @@ namespace tokenloom {
 enum class Kind : int32_t { kEmbedding, kGather, kLinear, kAddNorm, kRopeCache, kAttention, kActivation };
 constexpr int kKinds = 7;
 
+// Most tokens that `again` takes: room for them is kept in every step's arena. ops/base.py has the same number.
+constexpr int32_t kMostAgain = 128;
+
 // The place that is not in the arena but where the caller wants the result.
 constexpr int32_t kOutputPlace = 0;
 constexpr int32_t kNoPlace = -1;
@@ -61,6 +64,10 @@ class Program final : public Job {
     // Runs one step. Returns null, or what is wrong with the inputs, of which nothing was used then. Throws std::bad_alloc.
     const char *run(const StepInputs &inputs);
 
+    // Runs what follows the picking of tokens once more, for other tokens of the step that ran last. Returns null, or what is wrong with them.
+    // The caller knows that no operation on all tokens follows the first on picked ones.
+    const char *again(const int64_t *sampled, int32_t count, float *out);
+
     void work(uint32_t step) override;
     void lead(uint32_t step) override;
 
@@ -84,7 +91,8 @@ class Program final : public Job {
     const char *fault(const StepInputs &inputs) const;
     const char *row_fault(const StepInputs &inputs, int32_t row) const;
     void lay_out();
-    void cut();
+    void cut(bool sampled_only);
+    void compute(bool sampled_only);
     int32_t rows_of(int32_t sampled) const { return sampled ? inputs_.sampled_tokens : inputs_.tokens; }
     float *at(int32_t place) const { return place == kNoPlace ? nullptr : places_[place]; }
     void run_piece(size_t index, uint32_t piece) const;
