@@ -16,6 +16,7 @@ from services.gateway.api.writers import Form, Writer
 from services.gateway.parsers.base import CallArguments, CallBegins, Content, MessageParser, Part, Reasoning
 from services.gateway.parsers.factory import new_parser
 from services.gateway.wanted import Shown, ToolUse
+from tests.support.joining import flat_choice, joined_choices
 from tests.support.responses import TABLE, VOCAB, Response, Told, response_of, streamed, told, whole
 
 _LETTERS = [*b"ab ?#$ST", *"\u20ac\U0001f642\ufffd".encode(), 0xFF, *range(256, VOCAB)]
@@ -93,57 +94,6 @@ def _parser(name: str) -> MessageParser | None:
     return new_parser(Shown(tools=use, reasoning="qwen3" if name == "qwen3" else None))
 
 
-def _joined(chunks: list[dict[str, Any]], api: str, n: int) -> list[dict[str, Any]]:
-    """The choices that a client of a stream puts together."""
-    found: list[dict[str, Any]] = [{"index": index, "ended": False} for index in range(n)]
-    for chunk in chunks[:-1]:
-        (part,) = chunk["choices"]
-        choice = found[part["index"]]
-        assert not choice["ended"], "nothing of a choice comes after its finish_reason"
-        choice["ended"] = part["finish_reason"] is not None
-        if choice["ended"]:
-            choice |= {name: part[name] for name in ("finish_reason", "stop_reason")}
-        for name in ("token_ids", "prompt_token_ids"):
-            if name in part:
-                choice[name] = choice.get(name, []) + part[name]
-        for name, values in (part["logprobs"] or {}).items():
-            if values is not None:
-                choice[f"of {name}"] = choice.get(f"of {name}", []) + values
-        _add_text(choice, part, api)
-    return found
-
-
-def _add_text(choice: dict[str, Any], part: dict[str, Any], api: str) -> None:
-    if api == "completion":
-        choice["text"] = choice.get("text", "") + part["text"]
-        return
-    delta = part["delta"]
-    for name in ("role", "content", "reasoning_content", "reasoning"):
-        choice[name] = choice.get(name, "") + delta.get(name, "")
-    calls = choice.setdefault("tool_calls", [])
-    for call in delta.get("tool_calls", ()):
-        if call["index"] == len(calls):
-            assert call["type"] == "function"
-            assert call["id"].startswith("chatcmpl-tool-")
-            calls.append({"name": call["function"]["name"], "arguments": ""})
-        else:
-            assert set(call) == {"index", "function"}, "id, type and name come once"
-            assert set(call["function"]) == {"arguments"}
-        calls[call["index"]]["arguments"] += call["function"]["arguments"]
-
-
-def _flat(choice: dict[str, Any], api: str) -> dict[str, Any]:
-    """A choice of a whole response in the same form."""
-    flat = {name: choice[name] for name in ("index", "finish_reason", "stop_reason")} | {"ended": True}
-    flat |= {name: choice[name] for name in ("token_ids", "prompt_token_ids") if name in choice}
-    flat |= {f"of {name}": values for name, values in (choice["logprobs"] or {}).items() if values is not None}
-    if api == "completion":
-        return flat | {"text": choice["text"]}
-    message = choice["message"]
-    flat |= {name: message.get(name) or "" for name in ("role", "content", "reasoning_content", "reasoning")}
-    return flat | {"tool_calls": [call["function"] for call in message.get("tool_calls", ())]}
-
-
 def _run(api: str, shown: Shown, says: list[Told], turns: list[tuple[int, int]], parsed: str = "", **request: Any) -> None:
     def fresh() -> tuple[Response, Writer]:
         response = response_of(shown, n=len(says), include_usage=True, **request)
@@ -151,7 +101,7 @@ def _run(api: str, shown: Shown, says: list[Told], turns: list[tuple[int, int]],
 
     answer = whole(*fresh(), says)
     chunks = streamed(*fresh(), says, [(number % len(says), size) for number, size in turns])
-    assert _joined(chunks, api, len(says)) == [_flat(choice, api) for choice in answer["choices"]]
+    assert joined_choices(chunks, api, len(says)) == [flat_choice(choice, api) for choice in answer["choices"]]
     assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], answer["usage"])
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
