@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+from libs.constraints import Constraint
 from libs.sampling import SamplingParams
 from services.scheduler.core.request import CancelReason
 from tests.property import driving
-from tests.support.core_lease_world import LeaseWorld
+from tests.support.core_check_world import REFUSALS, CheckWorld
 from tests.support.core_shapes import OUT_OF_MEMORY, Shape, block_edge_prompt
+from tests.support.model_constraints import multiples
 from tokenloom.worker.v1 import worker_pb2
 
 # Lengths of prompts around the edges of blocks; episodes of short ones have many requests that grow beside each other.
@@ -48,6 +50,7 @@ def draw_shape(rng: random.Random) -> Shape:
         most_live_tokens=rng.choice([0, 0, 400]),
         policy=rng.choice(["fcfs", "priority"]),
         lease_steps=rng.choice([1, 2, 4, 8, 30]),
+        most_idle=rng.choice([0, 1, 256]),
     )
 
 
@@ -56,7 +59,8 @@ class Episode:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self.world = LeaseWorld(draw_shape(rng))
+        self.world = CheckWorld(draw_shape(rng))
+        self._constrained = rng.choice([0, 0, 0.3, 0.7])
         self._poison = rng.choice([0, 0, 0, 0.03])
         self._lengths, self._heads = rng.choice([_SHORT, _SHORT, _LONG]), rng.choice([1, 3])
         self._events: list[Callable[[], None]] = []
@@ -95,6 +99,20 @@ class Episode:
             (lambda: world.delay_closed(pick()), 8, True),
             (lambda: world.closed_again(pick()), 2, True),
             (lambda: world.closed_unasked(pick()), 1, True),
+            *(self._kinds_of_constraints() if self._constrained else ()),
+        ]
+
+    def _kinds_of_constraints(self) -> list[tuple[Callable[[], None], float, bool]]:
+        world, pick, rng = self.world, self._pick, self._rng
+        return [
+            (lambda: world.order(pick()), 24, False),
+            (lambda: world.compile(pick(), pick()), 24, False),
+            (lambda: world.compile(pick(), pick(), rng.choice(REFUSALS)), 4, True),
+            (lambda: world.swallow(pick()), 1, True),
+            (lambda: world.hear_verdict(pick()), 24, False),
+            (lambda: world.hear_old_verdict(pick()), 1, True),
+            (world.lose_patience, 0.3, True),
+            (world.retry, 3, True),
         ]
 
     def _pick(self) -> int:
@@ -121,6 +139,16 @@ class Episode:
             priority=rng.randint(-1, 2),
             choices=rng.choice([1, 1, 1, 1, 3]),
             poison=rng.random() < self._poison,
+            constraint=self._constraint(),
+        )
+
+    def _constraint(self) -> Constraint | None:
+        rng = self._rng
+        if rng.random() >= self._constrained:
+            return None
+        begin_after = rng.choice([(), (), (), (rng.randrange(1, 40),)])
+        return multiples(
+            rng.choice([1, 3, 7]), rng.choice([1, 4, 18]), begin_after=begin_after, param=rng.choice(["guided_regex", "regex"])
         )
 
     def run(self, events: int) -> None:

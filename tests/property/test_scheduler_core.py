@@ -14,12 +14,14 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from libs.errors import ErrorCode
 from libs.sampling import SamplingParams
 from services.scheduler.core.request import CancelReason, WaitReason
 from services.scheduler.core.stopping import FinishReason
 from tests.property.core_drive import drive
-from tests.support.core_lease_world import LeaseWorld
+from tests.support.core_check_world import REFUSALS, CheckWorld
 from tests.support.core_shapes import MAX_MODEL_LEN, OUT_OF_MEMORY, Shape, block_edge_prompt
+from tests.support.model_constraints import multiples
 from tokenloom.worker.v1 import worker_pb2
 
 SOME = st.integers(0, 5)
@@ -29,7 +31,7 @@ ROW_OUTCOMES = [value for value in worker_pb2.RowOutcome.values() if value not i
 class CoreMachine(RuleBasedStateMachine):
     """One world; each rule is one of its events."""
 
-    world: LeaseWorld
+    world: CheckWorld
 
     @initialize(
         groups=st.integers(1, 2),
@@ -44,9 +46,10 @@ class CoreMachine(RuleBasedStateMachine):
         most_live_tokens=st.sampled_from([0, 300]),
         policy=st.sampled_from(["fcfs", "priority"]),
         lease_steps=st.sampled_from([1, 3, 8]),
+        most_idle=st.sampled_from([0, 1, 256]),
     )
     def begin(self, blocks: list[int], slots: int, **sizes: Any) -> None:
-        self.world = LeaseWorld(Shape(blocks=tuple(blocks), slots=slots, sequences=slots, **sizes))
+        self.world = CheckWorld(Shape(blocks=tuple(blocks), slots=slots, sequences=slots, **sizes))
 
     @rule(
         head=st.integers(1, 3),
@@ -63,6 +66,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         choices=st.sampled_from([1, 1, 3]),
         poison=st.sampled_from([False, False, False, True]),
+        constraint=st.none() | st.builds(multiples, st.sampled_from([1, 3]), st.integers(1, 20), begin_after=st.sampled_from([(), (5,)])),
     )
     def submit(self, head: int, length: int, max_tokens: int, min_tokens: int, stop: list[str], seed: int, **values: Any) -> None:
         params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop=tuple(stop), seed=seed)
@@ -162,6 +166,30 @@ class CoreMachine(RuleBasedStateMachine):
     def a_lease_is_closed_that_nobody_cut(self, number: int) -> None:
         self.world.closed_unasked(number)
 
+    @rule(number=SOME)
+    def a_group_is_told_of_constraints(self, number: int) -> None:
+        self.world.order(number)
+
+    @rule(number=SOME, place=SOME, code=st.none() | st.sampled_from(REFUSALS))
+    def a_constraint_is_compiled(self, number: int, place: int, code: ErrorCode | None) -> None:
+        self.world.compile(number, place, code)
+
+    @rule(number=SOME)
+    def a_constraint_is_never_answered(self, number: int) -> None:
+        self.world.swallow(number)
+
+    @rule(number=SOME)
+    def a_verdict_arrives(self, number: int) -> None:
+        self.world.hear_verdict(number)
+
+    @rule(number=st.integers(0, 99))
+    def an_old_verdict_arrives_again(self, number: int) -> None:
+        self.world.hear_old_verdict(number)
+
+    @rule(all_patience=st.booleans())
+    def groups_owe_answers_for_long(self, all_patience: bool) -> None:
+        (self.world.lose_patience if all_patience else self.world.retry)()
+
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.drain()
@@ -179,8 +207,8 @@ TestCoreUnderEveryInterleaving = CoreMachine.TestCase
 
 @pytest.fixture(scope="module")
 def seen() -> Counter[str]:
-    """What a drive of 40,000 events met."""
-    return drive(seed=1, events=40_000)
+    """What a drive of 60,000 events met."""
+    return drive(seed=1, events=60_000)
 
 
 # What the drive must have met, and at least how often: a drive that met none of it would prove nothing about it. It meets some five
@@ -238,6 +266,20 @@ EVENTS = {
     "ending CANNOT_FIT": 3,
     "ending POISON_REQUEST": 2,
     "ending PROTOCOL_VIOLATION": 3,
+    "asked": 60,
+    "compiled": 40,
+    "compile error INVALID_CONSTRAINT": 2,
+    "compile error CONSTRAINT_BUSY": 2,
+    "compile error INTERNAL": 2,
+    "never answered": 3,
+    "patience lost": 8,
+    "busy, asked again": 1,
+    "forgotten": 20,
+    "stale verdict": 10,
+    "ready here, not there": 100,
+    "checked again after a loss": 1,
+    "ending INVALID_CONSTRAINT": 1,
+    "ending CONSTRAINT_BUSY": 2,
 }
 
 

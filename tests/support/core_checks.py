@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libs.blocks import BLOCK_SIZE, blocks_for
+from services.scheduler.core.checks import Standing
 from services.scheduler.core.ledger import BlockLedger
 from services.scheduler.core.plan import PlannedOpen, StepPlan
 from services.scheduler.core.queue import Policy
@@ -17,7 +18,9 @@ from tests.support.core_clients import Client
 from tests.support.model_worker import ModelWorker
 
 # Reasons for which a waiting request lets later ones pass.
-_LETS_PASS = frozenset({WaitReason.PREFIX_IN_FLIGHT, WaitReason.QUARANTINE, WaitReason.GROUP_TOO_SMALL, WaitReason.PARENT_PROMPT})
+_LETS_PASS = frozenset(
+    {WaitReason.PREFIX_IN_FLIGHT, WaitReason.QUARANTINE, WaitReason.GROUP_TOO_SMALL, WaitReason.PARENT_PROMPT, WaitReason.CHECKING}
+)
 # Reasons that one step more does not change.
 _LETS_LEASE = frozenset({WaitReason.NO_SLOT, WaitReason.NO_BLOCKS, WaitReason.GROUP_TOO_SMALL})
 
@@ -175,12 +178,25 @@ class Tally:
 
 
 def is_stuck_without_fault(state: SchedulerState, request: Request) -> bool:
-    """Whether no attached group can hold what must come first: the request, its parent, or the suspects whose turn it is."""
+    """Whether what must come first (the request, its parent, or the suspects whose turn it is) waits for something outside: a group
+    that can hold it, or a group's answer about its constraint."""
     parent = state.requests.get(request.parent) if request.wait_reason is WaitReason.PARENT_PROMPT and request.parent else None
     if parent is not None:
         return is_stuck_without_fault(state, parent)
-    first = [request, *state.quarantine.suspects] if request.wait_reason is WaitReason.QUARANTINE else [request]
-    return not all(state.fits(each) for each in first)
+    suspects = state.quarantine.suspects
+    if request.wait_reason is WaitReason.QUARANTINE and suspects:
+        first = [request, *suspects]
+        return not all(state.fits(each) for each in first) or all(_is_being_checked(state, suspect) for suspect in suspects)
+    return not state.fits(request) or _is_being_checked(state, request)
+
+
+def _is_being_checked(state: SchedulerState, request: Request) -> bool:
+    """Whether a group owes an answer about its constraint, or will be asked again for a request that has the time."""
+    if request.state is not RequestState.CHECKING or request.check is None:
+        return False
+    found = {state.checking.checks.standing(request.check, name) for name, group in state.groups.items() if group.holds(request)}
+    assert Standing.READY not in found, "a request is checked though its constraint is ready"
+    return Standing.ASKED in found or (Standing.BUSY in found and request.is_resumed)
 
 
 class PlanWatch:

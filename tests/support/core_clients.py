@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from libs.blocks import BLOCK_SIZE, block_hashes, blocks_for, chain_hash, root_hash
+from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.core.naming import private_names
+from services.scheduler.core.plan import Effects
 from services.scheduler.core.quarantine import CRASHES_ALONE
 from services.scheduler.core.request import Request, RequestKey
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
+from tests.support.model_constraints import is_complete
+from tests.support.model_worker import EOS
 from tokenloom.scheduler.v1 import scheduler_pb2
 from tokenloom.worker.v1 import worker_pb2
 
@@ -36,6 +40,7 @@ class Client:
     prompt: list[int]
     want: list[int]
     salt: bytes
+    constraint: Constraint | None = None
     names: list[bytes] = field(default_factory=list)
     got: list[int] = field(default_factory=list)
     request: Request = field(init=False)
@@ -53,6 +58,11 @@ class Client:
         self.request = request
         self.cancelled = self.may_complete = self.over = self.lost = False
         self.may_fail, self.crashes = set(), 0
+
+    def go_on(self) -> None:
+        """It resumes. One that has a whole sentence already, and only missed its ending, is given the end of sequence, which is no text."""
+        if self.constraint is not None and is_complete(self.constraint, self.got) and self.got == self.want and self.got[-1] != EOS:
+            self.want = [*self.got, EOS]
 
     def name_blocks(self, *, private: bool) -> None:
         """The names of all blocks that it will fill. `private`: without a prefix cache they are its family's own from the start."""
@@ -72,11 +82,11 @@ class Client:
         """Remembers that it may start, once it may: that its parent falls back later does not matter."""
         self.waits_for = None if parent is None or parent.ending is not None or parent.prompt_is_computed else parent
 
-    def look_at_row(self, request: Request, outcome: int) -> None:
-        """A worker gives a row of `request` this outcome: what may become of it."""
+    def look_at_row(self, request: Request, outcome: int, *, forced: bool) -> None:
+        """A worker gives a row of `request` this outcome: what may become of it. `forced`: though no constraint was complete."""
         if request is self.request:
             self.may_fail |= {_ROW_ERRORS[outcome]} if outcome in _ROW_ERRORS else set()
-            self.may_complete |= outcome == worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE
+            self.may_complete |= forced and outcome == worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE
 
     def count_crash(self, request: Request, *, failed: bool) -> None:
         """A batch with `request` has failed, or has not: how often in a row."""
@@ -86,7 +96,8 @@ class Client:
     def may_have_missed_its_ending(self, unread: int) -> bool:
         """Whether this one, which has finished, is taken to have lost its ending with the session: one in four, so that most stay over."""
         ending = self.request.ending
-        finished = ending is not None and ending.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        natural = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONSTRAINT_COMPLETE)
+        finished = ending is not None and ending.reason in natural and self.got == self.want
         return finished and (len(self.want) + unread) % 4 == 0
 
 
@@ -110,13 +121,12 @@ def why_refused(state: SchedulerState, request: Request) -> ErrorCode | None:
     return ErrorCode.QUEUE_FULL if full else None
 
 
-def refusal_of(state: SchedulerState, request: Request) -> ErrorCode | None:
-    """What the core refuses the request with; None: it has taken it."""
+def refusal_of(state: SchedulerState, request: Request) -> tuple[ErrorCode | None, Effects]:
+    """What the core refuses the request with; None: it has taken it, with these effects."""
     try:
-        state.accept(request)
+        return None, state.accept(request)
     except TokenloomError as error:
-        return error.code
-    return None
+        return error.code, Effects()
 
 
 def check_ending(client: Client, state: SchedulerState, now_ns: int) -> str:
@@ -127,7 +137,7 @@ def check_ending(client: Client, state: SchedulerState, now_ns: int) -> str:
         case FinishReason.STOP | FinishReason.LENGTH:
             assert client.got == client.want, "ended before its end"
         case FinishReason.CONSTRAINT_COMPLETE:
-            assert client.may_complete
+            assert client.may_complete or client.got == client.want, "ended before its constraint was complete"
         case FinishReason.CANCELLED:
             assert client.cancelled
         case FinishReason.DEADLINE:

@@ -6,11 +6,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from libs.blocks import BLOCK_SIZE
+from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
+from services.scheduler.core.checks import Prepare
 from services.scheduler.core.plan import Cut, StepOutcome, StepPlan
 from services.scheduler.core.state import Group, Limits
 from tests.support.core_leases import LeaseRunner
 from tests.support.model_worker import ModelWorker, text_table
+from tokenloom.worker.v1 import worker_pb2
 
 GATEWAYS = (7, 8)
 # Six blocks, so that the smallest cache holds one sequence of full length and hardly a second.
@@ -22,7 +25,7 @@ OUT_OF_MEMORY = TokenloomError(ErrorCode.OUT_OF_MEMORY, "out of memory")
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes and switches of a world. `blocks`: cache sizes that groups come with, in turn; `in_flight`: batches a group takes at once;
-    `lease_steps`: most steps of a lease."""
+    `lease_steps`: most steps of a lease; `most_idle`: constraints that nobody wants and that groups keep."""
 
     groups: int = 1
     blocks: tuple[int, ...] = (8,)
@@ -37,6 +40,7 @@ class Shape:
     most_live_tokens: int = 0
     policy: str = "fcfs"
     lease_steps: int = 1
+    most_idle: int = 256
 
     def limits(self) -> Limits:
         """The core's limits in such a world."""
@@ -61,6 +65,8 @@ class Rig:
 
     `plans`: those of the steps that the worker was given, by number; `cuts`: not arrived yet; `asked`: first numbers of leases with a cut.
     `broken`: a batch failed or was refused, and the next one that runs must name no predecessor.
+    Constraints: `prepares` wait for the worker's compiler, `verdicts` are on their way back; `owed`: ids that the core waits for, what each
+    is `about`, and what the core has heard (`said`: the error, None: it is ready).
     """
 
     group: Group
@@ -71,6 +77,11 @@ class Rig:
     answers: deque[StepOutcome | Cut] = field(default_factory=deque)
     asked: set[int] = field(default_factory=set)
     broken: bool = False
+    prepares: list[Prepare] = field(default_factory=list)
+    verdicts: deque[worker_pb2.Prepared] = field(default_factory=deque)
+    owed: set[int] = field(default_factory=set)
+    about: dict[int, Constraint] = field(default_factory=dict)
+    said: dict[Constraint, TokenloomError | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.runner = LeaseRunner(self.worker)

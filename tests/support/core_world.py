@@ -11,11 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from libs.blocks import block_hashes
+from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import pack_ids
 from libs.sampling import SamplingParams
 from services.scheduler.convert import SubmitRules, from_closed, from_result, to_batch, to_request
 from services.scheduler.core.apply import apply, close, lose_group
+from services.scheduler.core.checks import Checks
 from services.scheduler.core.plan import BatchOutcome, Cut, Effects, StepOutcome, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy
@@ -47,7 +49,9 @@ class World:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.state = SchedulerState(shape.limits(), Policy(shape.policy))
-        self.rules = SubmitRules(StopRules((EOS,), MAX_MODEL_LEN, TABLE), VOCABULARY, priorities=shape.policy == "priority")
+        self.state.checking.checks = Checks(shape.most_idle)
+        stopping = StopRules((EOS,), MAX_MODEL_LEN, TABLE)
+        self.rules = SubmitRules(stopping, VOCABULARY, priorities=shape.policy == "priority", constraints=True)
         self.names = [f"g{number}" for number in range(shape.groups)]
         self.rigs: dict[str, Rig] = {}
         self.clients: dict[RequestKey, Client] = {}
@@ -76,6 +80,7 @@ class World:
         priority: int = 0,
         choices: int = 1,
         poison: bool = False,
+        constraint: Constraint | None = None,
     ) -> None:
         """A request of so many choices arrives; `resumed`: with so many output tokens (never all) that its client has from an earlier
         scheduler. `priority` counts in worlds whose policy knows it. `poison`: every batch that the first choice stands in fails."""
@@ -84,6 +89,8 @@ class World:
             submit.block_hashes = b"".join(block_hashes(prompt, salt))
         if deadline is not None:
             submit.deadline_remaining_us = deadline
+        if constraint is not None:
+            submit.constraint.CopyFrom(constraint.to_proto())
         for index in range(choices):
             self._submits += 1
             room = max(1, MAX_MODEL_LEN - len(prompt))  # beyond which no gateway asks
@@ -91,9 +98,9 @@ class World:
             submit.parent_id = self._submits - index if index else 0
             submit.id = self._submits
             submit.sampling.CopyFrom(choice.to_proto())
-            want = expected_output(self.rules.stopping, prompt, choice) if len(prompt) < MAX_MODEL_LEN else []
+            want = expected_output(self.rules.stopping, prompt, choice, constraint) if len(prompt) < MAX_MODEL_LEN else []
             copy = scheduler_pb2.Submit.FromString(submit.SerializeToString())
-            client = Client(copy, GATEWAYS[gateway % len(GATEWAYS)], list(prompt), want, salt)
+            client = Client(copy, GATEWAYS[gateway % len(GATEWAYS)], list(prompt), want, salt, constraint)
             client.got = want[:-1][:resumed]
             client.poison = poison and not index
             client.submit.attempt = int(bool(client.got))
@@ -101,11 +108,13 @@ class World:
 
     def _hand_over(self, client: Client) -> None:
         client.submit.output_ids = pack_ids(client.got)
+        request, stop = to_request(client.submit, client.gateway, self.rules, self.state.next_arrival(), self.now)
+        if stop is None:
+            client.go_on()
         client.name_blocks(private=not self.shape.caching)
         self.ledgers.learn(client.names, [*client.prompt, *client.want])
-        request, stop = to_request(client.submit, client.gateway, self.rules, self.state.next_arrival(), self.now)
         expected = why_refused(self.state, request)
-        refused = refusal_of(self.state, request)
+        refused, effects = refusal_of(self.state, request)
         assert refused is expected, "refused without need, or accepted beyond the bounds"
         if refused is not None:
             self.seen[f"refused {refused.name}"] += 1
@@ -118,8 +127,10 @@ class World:
         client.begin(request)
         client.look_at_parent(self.state.requests.get(request.parent) if request.parent else None)
         self.clients[request.key] = client
-        if stop is not None:
-            effects = Effects()
+        if effects.ended:
+            self.seen["refused constraint, known"] += 1
+            self._take(effects)
+        elif stop is not None:
             self.state.finish(request, Ending(stop.reason, stop=stop), self.now, effects)
             self.seen["ended at submit"] += 1
             self._take(effects)
@@ -218,7 +229,7 @@ class World:
         if garble and ran and step.rows:
             result.row_outcomes = result.row_outcomes[:-1]
         for planned, row_outcome in zip(step.rows, result.row_outcomes, strict=False):
-            self.clients[planned.request.key].look_at_row(planned.request, row_outcome)
+            self.clients[planned.request.key].look_at_row(planned.request, row_outcome, forced=row is not None)
             self.seen[f"row {worker_pb2.RowOutcome.Name(row_outcome)}"] += 1
         if not ran or garble:
             self.seen["garbled" if ran else f"batch {worker_pb2.BatchOutcome.Name(result.outcome)}"] += 1
@@ -368,7 +379,7 @@ class World:
 
     def _take(self, effects: Effects) -> None:
         """What the gateways read."""
-        for request, first, tokens in effects.deltas:
+        for request, first, tokens, *_ in effects.deltas:
             client = self.clients[request.key]
             assert client.reads(request), "tokens of an attempt that is over"
             assert first == len(client.got), "a delta left a gap or came twice"
@@ -376,10 +387,14 @@ class World:
             assert client.got == client.want[: len(client.got)], "the wrong tokens"
         for request in effects.ended:
             client = self.clients[request.key]
+            self.look_at_ending(client)
             assert client.reads(request), "a request ended twice"
             client.over = True
             self.tally.end(request)
             self.seen[f"ending {check_ending(client, self.state, self.now)}"] += 1
+
+    def look_at_ending(self, client: Client) -> None:
+        """A client is about to see its ending: worlds that know more of what may fail say so here."""
 
     # What must hold
 
