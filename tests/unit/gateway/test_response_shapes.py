@@ -11,7 +11,7 @@ from libs.logprobs import TokenLogprobs
 from services.gateway.api.chat_writer import ChatWriter
 from services.gateway.api.completion_writer import CompletionWriter
 from services.gateway.api.logprobs import MIN_LOGPROB, TokenNames, mean_logprob
-from services.gateway.api.messages import MessageReader, new_mistral_call_id
+from services.gateway.api.messages import MessageReader, count_until, new_mistral_call_id
 from services.gateway.parsers.base import CallArguments, CallBegins, Content, Reasoning
 from services.gateway.wanted import Shown
 from tests.support.responses import EOS, TABLE, VOCAB, Told, response_of, streamed, told, whole
@@ -254,3 +254,18 @@ def test_reasoning_has_both_its_names_and_can_be_left_out():
 
 def test_mistrals_call_ids_are_nine_letters_and_digits():
     assert re.fullmatch("[A-Za-z0-9]{9}", new_mistral_call_id())
+
+
+@pytest.mark.parametrize(("tokens", "count"), [([*b"hm", *b"</think>yes"], 10), ([*b"hm</thin"], 8), ([HELLO, *b"</think>"], 9)])
+def test_reasoning_tokens_are_those_up_to_its_end(tokens, count):
+    assert count_until(TABLE, tokens, "</think>") == count
+    response = response_of(Shown())
+    writer = ChatWriter(response.form(), lambda: MessageReader(Scripted(Reasoning("hm"))), "</think>")
+    assert whole(response, writer, [told(tokens)])["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+
+
+def test_without_reasoning_no_token_is_one_of_it():
+    for end, details in (("</think>", {"reasoning_tokens": 0}), (None, None)):
+        response = response_of(Shown())
+        usage = whole(response, ChatWriter(response.form(), MessageReader, end), [told([HELLO])])["usage"]
+        assert usage.get("completion_tokens_details") == details
