@@ -61,8 +61,18 @@ ALIASES: Mapping[str, str] = {
 }
 
 # Variables that are read elsewhere than in a settings class: the model cache, the run directories of `tokenloom serve`, the process that
-# a service dies with, the instruction set that the C++ kernels are held to, and the Jaeger that `tokenloom trace` asks.
-OTHER_VARIABLES = frozenset({"TOKENLOOM_JAEGER", "TOKENLOOM_URL", "TOKENLOOM_CACHE", "TOKENLOOM_RUN_DIR", "TOKENLOOM_PARENT_PID", "TOKENLOOM_CPU_ISA"})
+# a service dies with, the instruction set that the C++ kernels are held to, the Jaeger that `tokenloom trace` asks, and the server that
+# `tokenloom chat` and `tokenloom complete` ask.
+OTHER_VARIABLES = frozenset(
+    {
+        "TOKENLOOM_JAEGER",
+        "TOKENLOOM_URL",
+        "TOKENLOOM_CACHE",
+        "TOKENLOOM_RUN_DIR",
+        "TOKENLOOM_PARENT_PID",
+        "TOKENLOOM_CPU_ISA",
+    }
+)
 
 
 def owners(name: str) -> list[str]:
