@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +12,15 @@ from typing import Annotated, Any
 import typer
 
 # The one lazy registry of the command line: what is imported for which command.
-_MODULES = {"serve": "cli.serve", "config": "cli.config", "trace": "cli.trace", "model": "cli.model", "keys": "cli.keys"}
+_MODULES = {
+    "serve": "cli.serve",
+    "config": "cli.config",
+    "chat": "cli.chat",
+    "complete": "cli.complete",
+    "trace": "cli.trace",
+    "model": "cli.model",
+    "keys": "cli.keys",
+}
 
 app = typer.Typer(name="tokenloom", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -55,6 +64,96 @@ def config(context: typer.Context) -> None:
     start would end with when something is wrong. --json prints JSON, --docs the tables of docs/configuration.md.
     """
     raise typer.Exit(_module("config").main(context.args))
+
+
+_Url = Annotated[str, typer.Option(envvar="TOKENLOOM_URL", help="Server to ask, with or without /v1.")]
+_Model = Annotated[str, typer.Option(help="Name of the model. Empty: the first one served.")]
+_ApiKey = Annotated[str, typer.Option(envvar="TOKENLOOM_API_KEY", help="Key of the server, if it wants one.")]
+_MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]
+_Temperature = Annotated[float | None, typer.Option(min=0.0, help="0: always the likeliest token. None: the model's own.")]
+_TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this much probability.")]
+_Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+_Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
+_Extra = Annotated[
+    str,
+    typer.Option(help='Further parameters of the request, a JSON object: {"top_k": 5}.'),
+]
+
+
+def _parameters(extra: str, **given: Any) -> dict[str, Any]:
+    """The parameters of a request: those that were given, and those in the JSON of --extra."""
+    try:
+        more = json.loads(extra or "{}")
+    except ValueError as error:
+        raise typer.BadParameter(f"no JSON: {error}", param_hint="--extra") from None
+    if not isinstance(more, dict):
+        raise typer.BadParameter("must be a JSON object", param_hint="--extra")
+    return {name: value for name, value in given.items() if value not in (None, [])} | more
+
+
+@app.command()
+def chat(
+    message: Annotated[str, typer.Argument(help="One message to have answered. None: a conversation; from a pipe, a message a line.")] = "",
+    url: _Url = "http://127.0.0.1:8000",
+    model: _Model = "",
+    api_key: _ApiKey = "",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+    temperature: _Temperature = None,
+    top_p: _TopP = None,
+    max_tokens: _MaxTokens = None,
+    seed: _Seed = None,
+    stop: _Stop = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="JSON file of tools that the model may call, as in a request; you are asked for their results.")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Show answers as they are instead of as Markdown.")] = False,
+    extra: _Extra = "",
+) -> None:
+    """Chat with a served model. /help shows the commands of a conversation."""
+    sampling = _parameters(extra, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, stop=stop)
+    module = _module("chat")
+    options = module.ChatOptions(
+        url=url, model=model, api_key=api_key, system=system, message=message, plain=plain, tools=tools, extra=sampling
+    )
+    raise typer.Exit(module.main(options))
+
+
+@app.command()
+def complete(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - for all of stdin.")],
+    url: _Url = "http://127.0.0.1:8000",
+    model: _Model = "",
+    api_key: _ApiKey = "",
+    n: Annotated[int, typer.Option(min=1, help="How many completions.")] = 1,
+    temperature: _Temperature = None,
+    top_p: _TopP = None,
+    max_tokens: _MaxTokens = None,
+    seed: _Seed = None,
+    stop: _Stop = None,
+    logprobs: Annotated[int | None, typer.Option(min=0, help="List each token's log-probability and so many alternatives.")] = None,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before its completion.")] = False,
+    stream: Annotated[
+        bool | None, typer.Option("--stream/--no-stream", help="Print as it comes. None: where there is one text and no more.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer, or each chunk of a stream, as JSON.")] = False,
+    extra: _Extra = "",
+) -> None:
+    """Continue a prompt with a served model."""
+    sampling = _parameters(extra, temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, stop=stop)
+    module = _module("complete")
+    options = module.CompleteOptions(
+        url=url,
+        prompt=prompt,
+        model=model,
+        api_key=api_key,
+        n=n,
+        logprobs=logprobs,
+        echo=echo,
+        stream=stream,
+        as_json=as_json,
+        extra=sampling,
+    )
+    raise typer.Exit(module.main(options))
 
 
 @app.command()

@@ -1,0 +1,326 @@
+"""`tokenloom chat`: a conversation in the terminal, or by a pipe with a message a line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cli.answer import Answer, ToolCall, receive
+from cli.answer_view import describe_call, describe_end, harmless, view_for
+from cli.client import ApiClient, ApiError
+from cli.conversation import Conversation
+
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401 - its presence is what gives input() editing and history
+
+ROUTE = "/v1/chat/completions"
+_PROMPT, _MORE = "> ", "… "
+# Exit code of what Ctrl-C ended, as shells have it.
+_INTERRUPTED = 130
+# Opens and closes a message of several lines.
+_QUOTES = '"""'
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What the command line says. `extra`: further parameters of every request; `message`: one question instead of a conversation."""
+
+    url: str
+    model: str = ""
+    api_key: str = ""
+    system: str = ""
+    message: str = ""
+    plain: bool = False
+    tools: Path | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Leave(Exception):
+    """The user has had enough."""
+
+
+def main(options: ChatOptions) -> int:
+    """Talks until the input ends. 1 when it cannot begin; in a pipe, or with one message, also when an answer failed."""
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    try:
+        with ApiClient(options.url, options.api_key) as client:
+            talk = _begin(client, options)
+            chat = Chat(client, talk, console, errors, source=Source(console), markdown=not options.plain)
+            return chat.once(options.message) if options.message else chat.run()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except (ApiError, OSError) as error:
+        errors.print(Text(f"tokenloom chat: {error}", style="red"), soft_wrap=True)
+        return 1
+
+
+def _begin(client: ApiClient, options: ChatOptions) -> Conversation:
+    served = client.models()
+    if not served:
+        raise ApiError(f"{client.url} serves no model")
+    if options.model and options.model not in served:
+        raise ApiError(f"{client.url} serves no model {options.model}; it serves {', '.join(served)}")
+    talk = Conversation(options.model or served[0], options.system, dict(options.extra))
+    if options.tools is not None:
+        talk.tools = _read_tools(options.tools)
+    return talk
+
+
+def _read_tools(path: Path) -> list[dict[str, Any]]:
+    try:
+        tools = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ApiError(f"{path} holds no JSON: {error}") from None
+    if not isinstance(tools, list):
+        raise ApiError(f"{path} must hold a list, as `tools` of a request")
+    return tools
+
+
+class Source:
+    """Lines of the user: with editing and history where both ends are a terminal."""
+
+    def __init__(self, console: Console, stdin: TextIO | None = None) -> None:
+        self._console, self._in = console, stdin or sys.stdin
+        self.interactive = console.is_terminal and self._in.isatty()
+
+    def line(self, prompt: str) -> str | None:
+        """The next line without its end; None at the end of the input. KeyboardInterrupt passes."""
+        if self.interactive:
+            try:
+                return input(prompt)
+            except EOFError:
+                self._console.print()
+                return None
+        read = self._in.readline()
+        return read.rstrip("\n") if read else None
+
+    def message(self) -> str | None:
+        """The next message: a line, lines that end in a backslash and the one after them, or all between two lines of three quotes."""
+        line = self.line(_PROMPT)
+        if line is None:
+            return None
+        if line.strip() == _QUOTES:
+            return "\n".join(iter(lambda: _until_quotes(self.line(_MORE)), None))
+        lines = []
+        while line is not None and line.endswith("\\"):
+            lines.append(line[:-1])
+            line = self.line(_MORE)
+        return "\n".join([*lines, *([line] if line is not None else [])])
+
+
+def _until_quotes(line: str | None) -> str | None:
+    return None if line is None or line.strip() == _QUOTES else line
+
+
+class Chat:
+    """The loop of a conversation: messages to the server, words that begin with a slash to the commands."""
+
+    def __init__(self, client: ApiClient, talk: Conversation, console: Console, errors: Console, *, source: Source, markdown: bool) -> None:
+        self._client, self._talk, self._console, self._errors, self._source = client, talk, console, errors, source
+        self._markdown = markdown
+        self._failed = False
+        self.commands: dict[str, tuple[str, Callable[[str], None]]] = {
+            "help": ("what can be typed here", self._help),
+            "reset": ("begin anew", self._reset),
+            "retry": ("have the last message answered again", self._retry),
+            "system": ("[TEXT|off]  show or set the system message", self._system),
+            "model": ("[NAME]  show the served models, or take another", self._model),
+            "temperature": ("[NUMBER|off]  show or set the temperature", self._temperature),
+            "save": ("FILE  save the conversation as JSON", self._save),
+            "load": ("FILE  go on with one that was saved", self._load),
+            "stats": ("tokens and times of the last answer and of all", self._stats),
+            "markdown": ("[on|off]  whether answers are shown as Markdown", self._set_markdown),
+            "exit": ("end (Ctrl-D too)", self._exit),
+        }
+
+    def run(self) -> int:
+        """Until the input ends."""
+        if self._source.interactive:
+            self._greet()
+        while True:
+            try:
+                message = self._source.message()
+                if message is None:
+                    break
+                self.react(message)
+            except KeyboardInterrupt:
+                if not self._source.interactive:
+                    raise
+                self._console.print()
+                self._say("Ctrl-D or /exit ends.")
+            except Leave:
+                break
+        return 1 if self._failed and not self._source.interactive else 0
+
+    def once(self, message: str) -> int:
+        """One message and its answer; the exit code. KeyboardInterrupt passes."""
+        worked = self.ask(message)
+        if self._talk.answers and self._talk.answers[-1].stopped:
+            raise KeyboardInterrupt
+        return 0 if worked else 1
+
+    def _greet(self) -> None:
+        self._console.print(Text.assemble((self._talk.model, "bold"), (f" at {self._client.url}", "dim")))
+        self._say('/help shows the commands; """ begins and ends a message of several lines; Ctrl-C stops an answer.')
+
+    def react(self, message: str) -> None:
+        """Obeys a command or has a message answered. Raises Leave."""
+        word, _, rest = message.strip().partition(" ")
+        if not word:
+            return
+        if not word.startswith("/"):
+            self.ask(message)
+            return
+        name = word[1:]
+        found = [known for known in self.commands if known == name] or [known for known in self.commands if known.startswith(name)]
+        if len(found) != 1:
+            self._complain(f"there is no command {word}; /help shows those that there are")
+            return
+        try:
+            self.commands[found[0]][1](rest.strip())
+        except (ApiError, OSError) as error:
+            self._complain(str(error))
+
+    def ask(self, message: str) -> bool:
+        """Has a message answered, and the calls that the answer makes; whether it worked."""
+        self._talk.say(message)
+        return self._answer()
+
+    def _answer(self) -> bool:
+        while True:
+            answer = self._receive()
+            if answer is None:
+                return False
+            if answer.stopped and not self._source.interactive:
+                raise KeyboardInterrupt
+            if not answer.calls or answer.stopped or not self._make_calls(answer.calls):
+                return True
+
+    def _receive(self) -> Answer | None:
+        """One answer, kept as far as it came; None and a complaint when it failed."""
+        answer = Answer()
+        chunks = self._client.stream(ROUTE, self._talk.body())
+        try:
+            with contextlib.closing(chunks):
+                receive(chunks, answer, view_for(self._console, markdown=self._markdown))
+        except ApiError as error:
+            self._complain(str(error))
+            return None
+        self._talk.take(answer)
+        if not self._console.is_terminal and (end := describe_end(answer)):
+            self._errors.print(Text(f"tokenloom chat: {end}"))
+        return answer
+
+    def _make_calls(self, calls: Sequence[ToolCall]) -> bool:
+        """Asks for the result of each call; whether all were given. In a pipe each is a line of the input."""
+        for call in calls:
+            result = self._source.line(f"result of {harmless(describe_call(call))[:60]}: ")
+            if result is None:
+                return False
+            self._talk.result_of(call.id, result)
+        return True
+
+    def _say(self, text: str) -> None:
+        """A remark; in a pipe it has no place among the answers."""
+        target = self._console if self._console.is_terminal else self._errors
+        target.print(Text(text, style="dim"))
+
+    def _complain(self, text: str) -> None:
+        self._failed = True
+        self._errors.print(Text(text if self._source.interactive else f"tokenloom chat: {text}", style="red"), soft_wrap=True)
+
+    def _help(self, _argument: str) -> None:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, (text, _) in self.commands.items():
+            arguments, _, words = text.rpartition("  ")
+            table.add_row(Text(f"/{name} {arguments}".rstrip(), style="cyan"), Text(words))
+        table.add_row(Text(_QUOTES, style="cyan"), Text("begins and ends a message of several lines; a line that ends in \\ goes on"))
+        table.add_row(Text("Ctrl-C", style="cyan"), Text("stops the answer; what has come stays in the conversation"))
+        self._console.print(table)
+
+    def _reset(self, _argument: str) -> None:
+        self._talk.reset()
+        self._say("The conversation begins anew.")
+
+    def _retry(self, _argument: str) -> None:
+        if not self._talk.unanswer():
+            raise ApiError("there is no message to answer again")
+        self._answer()
+
+    def _system(self, argument: str) -> None:
+        if argument:
+            self._talk.system = "" if argument == "off" else argument
+        self._say(f"System message: {harmless(self._talk.system)}" if self._talk.system else "No system message.")
+
+    def _model(self, argument: str) -> None:
+        served = self._client.models()
+        if argument and argument not in served:
+            raise ApiError(f"{self._client.url} serves no model {argument}; it serves {', '.join(served)}")
+        self._talk.model = argument or self._talk.model
+        for name in served:
+            self._say(f"{'*' if name == self._talk.model else ' '} {harmless(name)}")
+
+    def _temperature(self, argument: str) -> None:
+        if argument == "off":
+            self._talk.sampling.pop("temperature", None)
+        elif argument:
+            try:
+                self._talk.sampling["temperature"] = float(argument)
+            except ValueError:
+                raise ApiError(f"{argument} is no temperature: a number from 0, or off for the model's own") from None
+        self._say(f"Temperature: {self._talk.sampling.get('temperature', 'the model' + chr(39) + 's own')}")
+
+    def _save(self, argument: str) -> None:
+        if not argument:
+            raise ApiError("/save needs the name of a file")
+        self._talk.save(Path(argument).expanduser())
+        self._say(f"Saved {len(self._talk.messages)} messages to {argument}.")
+
+    def _load(self, argument: str) -> None:
+        if not argument:
+            raise ApiError("/load needs the name of a file")
+        self._talk.load(Path(argument).expanduser())
+        self._say(f"Loaded {len(self._talk.messages)} messages from {argument}.")
+
+    def _stats(self, _argument: str) -> None:
+        if not self._talk.answers:
+            self._say("There is no answer yet.")
+            return
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for title in ("", "prompt", "cached", "output", "first token", "total", "tokens/s"):
+            table.add_column(title, justify="right" if title else "left", header_style="dim")
+        table.add_row("last answer", *_numbers(self._talk.answers[-1:]))
+        table.add_row(f"all {len(self._talk.answers)}", *_numbers(self._talk.answers))
+        self._console.print(table)
+
+    def _set_markdown(self, argument: str) -> None:
+        if argument not in ("", "on", "off"):
+            raise ApiError("/markdown takes on or off")
+        self._markdown = argument == "on" if argument else self._markdown
+        self._say(f"Markdown is {'on' if self._markdown else 'off'}.")
+
+    def _exit(self, _argument: str) -> None:
+        raise Leave
+
+
+def _numbers(answers: Sequence[Answer]) -> Iterator[str]:
+    """Sums of tokens and times; of several answers the mean time to the first token and the mean rate."""
+    yield str(sum(answer.prompt_tokens for answer in answers))
+    yield str(sum(answer.cached_tokens for answer in answers))
+    yield str(sum(answer.completion_tokens for answer in answers))
+    firsts = [answer.first for answer in answers if answer.first is not None]
+    yield f"{sum(firsts) / len(firsts) * 1000:.0f} ms" if firsts else "-"
+    yield f"{sum(answer.total for answer in answers):.2f} s"
+    rates = [rate for answer in answers if (rate := answer.tokens_per_second) is not None]
+    yield f"{sum(rates) / len(rates):.1f}" if rates else "-"
