@@ -20,11 +20,15 @@ class HermesParser(CallMachine):
         return self._expect_call(text, pos, out, self._closing)
 
     def _closing(self, text: str, pos: int, out: list[Part]) -> int:
-        pos = self._blanks(text, pos, out)
+        pos = self._leading_blanks(text, pos)
         if may_become(text, pos, CLOSE):
             return self._hold(text, pos)
         self._state = self._in_prose
-        return pos + len(CLOSE) if text.startswith(CLOSE, pos) else pos
+        if text.startswith(CLOSE, pos):
+            self._lead = []
+            return pos + len(CLOSE)
+        self._give_up(out)
+        return pos
 
     def _end(self, out: list[Part]) -> None:
         if self._state != self._closing:

@@ -31,15 +31,16 @@ class Llama3JsonParser(CallMachine):
 
     def _between(self, text: str, pos: int, out: list[Part]) -> int:
         """Behind a call: a further one, with or without a semicolon or a tag before it, or content."""
-        pos = self._blanks(text, pos, out)
+        pos = self._leading_blanks(text, pos)
         if pos == len(text):
             return pos
         if text[pos] == ";":
-            self._lead = [";"]
+            self._lead.append(";")
             self._state = self._tagged
             return pos + 1
         if text[pos] == "{":
             self._start_call(self._between)
         else:
+            self._give_up(out)
             self._state = self._in_prose
         return pos

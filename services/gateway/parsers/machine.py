@@ -145,12 +145,16 @@ class ArrayMachine(CallMachine):
 
     def _after_item(self, text: str, pos: int, out: list[Part]) -> int:
         """A comma and a further call, or the end of the array."""
-        pos = self._blanks(text, pos, out)
+        pos = self._leading_blanks(text, pos)
         if pos == len(text):
             return pos
         if text[pos] == ",":
-            self._lead = [","]
+            self._lead.append(",")
             self._state = self._in_array
             return pos + 1
         self._state = self._in_prose
-        return pos + 1 if text[pos] == "]" else pos
+        if text[pos] == "]":
+            self._lead = []
+            return pos + 1
+        self._give_up(out)
+        return pos

@@ -51,7 +51,9 @@ def _hermes(draw):
 def _llama3(draw):
     calls = draw(CALLS)
     written = [draw(_object(name, arguments, "parameters")) for name, arguments in calls]
-    return draw(st.sampled_from(["", "<|python_tag|>", "I look. <|python_tag|>"])) + draw(st.sampled_from(["; ", ";", "\n"])).join(written), calls
+    return draw(st.sampled_from(["", "<|python_tag|>", "I look. <|python_tag|>"])) + draw(st.sampled_from(["; ", ";", "\n"])).join(
+        written
+    ), calls
 
 
 @st.composite
@@ -103,7 +105,7 @@ every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 
 
 @every_format
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_what_a_format_allows_comes_out_as_it_went_in(form, data):
     text, calls = data.draw(form.write)
@@ -113,7 +115,7 @@ def test_what_a_format_allows_comes_out_as_it_went_in(form, data):
 
 
 @every_format
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_cutting_of_any_text_gives_the_same_parts(form, data):
     text = data.draw(mutated(data.draw(form.write)[0]))
@@ -121,7 +123,7 @@ def test_any_cutting_of_any_text_gives_the_same_parts(form, data):
 
 
 @every_format
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_text_without_a_call_stays_as_it_is(form, data):
     text = data.draw(mutated(data.draw(st.one_of(TEXTS, form.write.map(lambda written: written[0])))))
@@ -130,7 +132,7 @@ def test_a_text_without_a_call_stays_as_it_is(form, data):
         assert message.content == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_special_tokens_are_taken_out_however_the_text_is_cut(data):
     text = "".join(data.draw(st.lists(st.sampled_from(["<s>", "<", "s", ">", "</s>", "<|x|>", "|", "a", "/"]), max_size=12)))

@@ -1,5 +1,6 @@
 """Texts of models, cut in every way, and what parsers make of them."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -74,7 +75,23 @@ def after_each(new: NewParser, pieces: Iterable[str]) -> list[list[Part]]:
 
 
 # What JSON can hold; texts with what stands in the formats themselves.
-AWKWARD = ["</tool_call>", "<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "</think>", '"', "\\", "'", "{", "]", "\n", "é", "😀", "\x07"]
+AWKWARD = [
+    "</tool_call>",
+    "<tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "</think>",
+    '"',
+    "\\",
+    "'",
+    "{",
+    "]",
+    "\n",
+    "é",
+    "😀",
+    "\x07",
+]
 TEXTS = st.lists(st.one_of(st.sampled_from(AWKWARD), st.text(max_size=3)), max_size=4).map("".join)
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-(10**12), 10**12), st.floats(allow_nan=False, allow_infinity=False), TEXTS),
@@ -98,7 +115,7 @@ def cuts(draw: st.DrawFn, text: str) -> list[str]:
     """The text in pieces."""
     places = sorted(draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=12)))
     bounds = [0, *(place for place in places if place < len(text)), len(text)]
-    return [text[start:end] for start, end in zip(bounds, bounds[1:], strict=False) if end > start]
+    return [text[start:end] for start, end in itertools.pairwise(bounds) if end > start]
 
 
 @st.composite
