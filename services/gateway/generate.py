@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import count_ids, unpack_ids
 from libs.sampling import SamplingParams
@@ -25,7 +26,7 @@ from services.gateway.mesh import Mesh
 from services.gateway.quota import Visit
 from services.gateway.record import RequestRecord
 from services.gateway.streamer import Change, Choice, count_tokens
-from services.gateway.terms import check_served, keep_last
+from services.gateway.terms import check_served, constraint_of, keep_last, keeps_special_tokens
 from services.gateway.tickets import CancelReason, Ticket
 from services.gateway.wanted import Prompt, Wanted
 from tokenloom.common.v1 import common_pb2
@@ -187,6 +188,7 @@ class Generation:
             raise TokenloomError(ErrorCode.UNAVAILABLE, "the model was exchanged while this request was encoded", retry_after_ms=1000)
         drawn = [_random.getrandbits(64) for _ in self._encoded]
         bad_words = tuple(tuple(unpack_ids(word)) for encoded in self._encoded for word in encoded.bad_words)
+        keep_special = keeps_special_tokens(self._wanted, self._mesh.tokenizers)
         resolved = [
             self._wanted.sampling.resolve(
                 facts,
@@ -194,7 +196,7 @@ class Generation:
                 seed,
                 prompt_param=prompt.param,
                 bad_words=bad_words,
-                keep_special_tokens=self._wanted.shown.keep_special_tokens,
+                keep_special_tokens=keep_special,
             )
             for prompt, encoded, seed in zip(self._wanted.prompts, self._encoded, drawn, strict=True)
         ]
@@ -208,11 +210,14 @@ class Generation:
             "gen_ai.request.top_p": first.top_p,
             "gen_ai.request.top_k": first.top_k,
         }
-        for encoded, sampling in zip(self._encoded, resolved, strict=True):
-            self._submit_choices(encoded, sampling, table)
+        constraints = [constraint_of(self._wanted, encoded.token_ids, self._mesh.tokenizers) for encoded in self._encoded]
+        for encoded, sampling, constraint in zip(self._encoded, resolved, constraints, strict=True):
+            self._submit_choices(encoded, sampling, table, constraint)
             self._mesh.traffic.prompt_tokens += count_ids(encoded.token_ids)
 
-    def _submit_choices(self, encoded: tokenizer_pb2.EncodeResponse, sampling: SamplingParams, table: TextTable) -> None:
+    def _submit_choices(
+        self, encoded: tokenizer_pb2.EncodeResponse, sampling: SamplingParams, table: TextTable, constraint: Constraint | None
+    ) -> None:
         """One submit per choice of a prompt. The later ones name the first, whose prompt they share; their draws differ by the choice.
 
         The prompt's log-probabilities are asked for once, with the first: the others read its blocks.
@@ -224,14 +229,21 @@ class Generation:
             lease = self._leases[index]
             lease.settle(count_ids(encoded.token_ids) + sampling.max_tokens)
             own = replace(sampling, choice_index=choice_index, prompt_logprobs=None if parent_id else sampling.prompt_logprobs)
-            ticket = self._ticket(encoded, own.to_proto(), lease, parent_id)
+            ticket = self._ticket(encoded, own.to_proto(), constraint, lease, parent_id)
             choice = Choice(index, ticket, encoded.token_ids, _text_of(sampling, table), first)
             first = first or choice
             self.choices.append(choice)
             self._mesh.session.submit(ticket)
             parent_id = parent_id or ticket.id
 
-    def _ticket(self, encoded: tokenizer_pb2.EncodeResponse, sampling: common_pb2.SamplingParams, lease: Lease, parent_id: int) -> Ticket:
+    def _ticket(
+        self,
+        encoded: tokenizer_pb2.EncodeResponse,
+        sampling: common_pb2.SamplingParams,
+        constraint: Constraint | None,
+        lease: Lease,
+        parent_id: int,
+    ) -> Ticket:
         context = self._record.context
         submit = scheduler_pb2.Submit(
             id=self._mesh.book.next_id(),
@@ -244,8 +256,8 @@ class Generation:
             choices=1,
             parent_id=parent_id,
         )
-        if self._wanted.constraint is not None:
-            submit.constraint.CopyFrom(self._wanted.constraint.to_proto())
+        if constraint is not None:
+            submit.constraint.CopyFrom(constraint.to_proto())
         self._record.internal_ids.append(f"{self._mesh.session.instance:x}:{submit.id}")
         return Ticket(submit, self._bell, deadline_ns=self._deadline_ns, on_ended=lease.release)
 

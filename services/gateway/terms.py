@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
+from libs.packing import unpack_ids
+from libs.text.table import TextTable
+from services.gateway.parsers.factory import needs_special_tokens, reasoning_end
+from services.gateway.tokenizer_client import TokenizerClient
 from services.gateway.wanted import Wanted
 from tokenloom.scheduler.v1 import scheduler_pb2
 
@@ -21,6 +29,40 @@ def check_served(wanted: Wanted, facts: scheduler_pb2.ModelFacts) -> None:
     if wanted.sampling.extra_args_json and not facts.logits_processors:
         message = "vllm_xargs is for logits processors of the operator, and this server runs none"
         raise TokenloomError(ErrorCode.UNSUPPORTED, message, param="vllm_xargs")
+
+
+def constraint_of(wanted: Wanted, prompt_ids: bytes, tokens: TokenizerClient) -> Constraint | None:
+    """The constraint of a prompt's choices: behind the reasoning, where there is a parser of it and the prompt has not closed it already.
+
+    Raises TokenloomError UNSUPPORTED where the model has no one token that ends the reasoning.
+    """
+    constraint = wanted.constraint
+    if constraint is None or wanted.shown.reasoning is None:
+        return constraint
+    end = reasoning_end(wanted.shown.reasoning)
+    if end not in tokens.added_tokens:
+        message = f"{constraint.param} is not supported together with this server's reasoning parser: {end!r} is no token of this model"
+        raise TokenloomError(ErrorCode.UNSUPPORTED, message, param=constraint.param)
+    marker = tokens.added_tokens[end]
+    return constraint if _ends_with(unpack_ids(prompt_ids), marker, tokens.table) else replace(constraint, begin_after=(marker,))
+
+
+def _ends_with(prompt: Sequence[int], marker: int, table: TextTable | None) -> bool:
+    """Whether nothing but blanks follows the marker: templates close an empty reasoning so when it is switched off."""
+    for token_id in reversed(prompt):
+        if token_id == marker:
+            return True
+        if table is None or table.token_bytes(token_id).strip():
+            return False
+    return False
+
+
+def keeps_special_tokens(wanted: Wanted, tokens: TokenizerClient) -> bool:
+    """Whether special tokens are spelled in the text: for the client, or for the parser, whose markers they are in some models."""
+    tools = wanted.shown.tools
+    if wanted.shown.keep_special_tokens or tools is None or tools.mode != "auto":
+        return wanted.shown.keep_special_tokens
+    return needs_special_tokens(tools.format or tokens.tool_format, tokens.special_tokens)
 
 
 def keep_last(wanted: Wanted, facts: scheduler_pb2.ModelFacts) -> int:

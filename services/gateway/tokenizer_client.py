@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from libs.rpc import connect, error_of
 from libs.telemetry.logs import get_logger
 from libs.telemetry.rpc_spans import client_call
 from libs.telemetry.tracing import TraceParent, Tracer
-from libs.text.table import TextTable
+from libs.text.table import TextTable, TokenClass
 from services.gateway.metrics import GatewayMetrics
 from tokenloom.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -56,8 +56,9 @@ class Replica:
 
 
 class TokenizerClient:
-    """Encodes through whichever replica is least busy, and keeps the text table. `tool_format`: how its chat template has calls written,
-    "" where that is not known.
+    """Encodes through whichever replica is least busy, and keeps the text table. What comes with it: `tool_format`, how its chat template
+    has calls written ("" where that is not known), `added_tokens`, texts that the tokenizer never splits, with their ids, and
+    `special_tokens`, those of them that outputs leave out.
 
     `expected_fingerprint` says which tokenizer the workers' model wants (empty: not known yet). `patience`: seconds that an encode waits
     for a replica to come back when none can be reached; a restart is a pause then, not an error.
@@ -81,6 +82,8 @@ class TokenizerClient:
         self._patience_ns = round(patience * 1e9)
         self.table: TextTable | None = None
         self.tool_format = ""
+        self.added_tokens: Mapping[str, int] = {}
+        self.special_tokens: frozenset[str] = frozenset()
 
     @staticmethod
     def _replica(address: str) -> Replica:
@@ -202,6 +205,8 @@ class TokenizerClient:
             return
         if self.table is None or table.fingerprint == wanted:
             self.table, self.tool_format = table, tool_format
+            self.added_tokens = _added_tokens(table, TokenClass.SPECIAL, TokenClass.ADDED)
+            self.special_tokens = frozenset(_added_tokens(table, TokenClass.SPECIAL))
             _log.info("text table loaded", tokenizer=table.fingerprint[:12], vocab_size=table.vocab_size, verified=table.verified)
 
     async def _anywhere(self, call: Callable[[Replica], Awaitable[_T]]) -> _T:
@@ -251,3 +256,8 @@ class TokenizerClient:
             # Before one has ever answered they are still starting, and /ready says so.
             log = _log.warning if self.table is not None else _log.info
             log("a tokenizer replica fails", address=replica.address, error=problem.message)
+
+
+def _added_tokens(table: TextTable, *kinds: TokenClass) -> dict[str, int]:
+    ids = (token_id for token_id, kind in enumerate(table.classes) if kind in kinds)
+    return {table.token_bytes(token_id).decode(errors="replace"): token_id for token_id in ids}

@@ -16,6 +16,7 @@ from tests.support.gateway_fakes import (
     FakeScheduler,
     FakeTokenizer,
     ids_of,
+    refuse,
     say,
     silence,
 )
@@ -352,8 +353,7 @@ async def test_stop_strings_are_refused_where_the_tokens_text_is_not_certain(tmp
 )
 async def test_what_the_scheduler_refuses_keeps_its_code(tmp_path, code, status, retry_after):
     error = TokenloomError(code, "because", retry_after_ms=2500 if retry_after else None)
-    behaviour = say("", reason=FAILED, error=error.to_proto(), was_accepted=False)
-    async with running_gateway(tmp_path, FakeScheduler(behaviour)) as gateway:
+    async with running_gateway(tmp_path, FakeScheduler(refuse(error))) as gateway:
         for stream in (False, True):
             response = await gateway.chat(stream=stream)
             assert (response.status_code, response.json()["error"]["message"]) == (status, "because")
@@ -372,8 +372,8 @@ async def test_what_the_scheduler_refuses_keeps_its_code(tmp_path, code, status,
     ],
 )
 async def test_what_can_never_fit_is_a_400_that_names_what_could_be_smaller(tmp_path, body, param):
-    error = TokenloomError(ErrorCode.CANNOT_FIT, "prompt and max_tokens need 40 tokens of KV cache; a worker holds 32").to_proto()
-    async with running_gateway(tmp_path, FakeScheduler(say("", reason=FAILED, error=error, was_accepted=False))) as gateway:
+    error = TokenloomError(ErrorCode.CANNOT_FIT, "prompt and max_tokens need 40 tokens of KV cache; a worker holds 32")
+    async with running_gateway(tmp_path, FakeScheduler(refuse(error))) as gateway:
         response = await gateway.client.post("/v1/chat/completions" if "messages" in body else "/v1/completions", json=body)
         found = response.json()["error"]
         assert (response.status_code, found["code"], found["param"]) == (400, "cannot_fit", param)
@@ -383,8 +383,8 @@ async def test_what_can_never_fit_is_a_400_that_names_what_could_be_smaller(tmp_
 
 
 async def test_a_parameter_that_the_scheduler_names_is_kept(tmp_path):
-    error = TokenloomError(ErrorCode.CANNOT_FIT, "too much", param="prompt").to_proto()
-    async with running_gateway(tmp_path, FakeScheduler(say("", reason=FAILED, error=error, was_accepted=False))) as gateway:
+    error = TokenloomError(ErrorCode.CANNOT_FIT, "too much", param="prompt")
+    async with running_gateway(tmp_path, FakeScheduler(refuse(error))) as gateway:
         assert (await gateway.chat(max_tokens=3)).json()["error"]["param"] == "prompt"
 
 

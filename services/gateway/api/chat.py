@@ -5,12 +5,14 @@ from __future__ import annotations
 from services.gateway.api.chat_writer import ChatWriter
 from services.gateway.api.decode import decode_chat
 from services.gateway.api.endpoint import Api
-from services.gateway.api.messages import MessageReader
+from services.gateway.api.messages import MessageReader, new_call_id, new_mistral_call_id
 from services.gateway.api.models import resolve_model
 from services.gateway.api.policy import Policy
 from services.gateway.api.validate import want_chat
 from services.gateway.api.writers import Form, Writer
 from services.gateway.mesh import Mesh
+from services.gateway.parsers.factory import new_parser, reasoning_end
+from services.gateway.terms import keeps_special_tokens
 from services.gateway.wanted import Wanted
 
 
@@ -19,8 +21,18 @@ def _read(body: bytearray, mesh: Mesh, label: str) -> Wanted:
     return want_chat(request, resolve_model(mesh.config, request.model), label, Policy.of(mesh.config))
 
 
-def _writer(form: Form, _mesh: Mesh) -> Writer:
-    return ChatWriter(form, lambda: MessageReader(show_reasoning=form.wanted.shown.include_reasoning))
+def _writer(form: Form, mesh: Mesh) -> Writer:
+    shown, tokens = form.wanted.shown, mesh.tokenizers
+    # Special tokens that stay in the text for the parser's sake alone are nothing for the client.
+    for_parser = keeps_special_tokens(form.wanted, tokens) and not shown.keep_special_tokens
+    hidden = tokens.special_tokens if for_parser else frozenset[str]()
+    format_ = (shown.tools.format if shown.tools is not None else "") or tokens.tool_format
+    new_id = new_mistral_call_id if format_ == "mistral" else new_call_id
+
+    def new_reader() -> MessageReader:
+        return MessageReader(new_parser(shown, tokens.tool_format, hidden), new_id, show_reasoning=shown.include_reasoning)
+
+    return ChatWriter(form, new_reader, reasoning_end(shown.reasoning) if shown.reasoning is not None else None)
 
 
 CHAT = Api("/v1/chat/completions", "chat", "chatcmpl", _read, _writer)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from services.gateway.api.checks import check, invalid, unsupported
 from services.gateway.api.policy import Policy
 from services.gateway.api.requests import ChatRequest, CompletionRequest, GenerationRequest
-from services.gateway.wanted import Shown
+from services.gateway.wanted import Shown, ToolUse
 
 
-def chat_shown(request: ChatRequest, policy: Policy) -> Shown:
-    """What a chat's response shows, tools apart. Raises TokenloomError naming the parameter at fault."""
+def chat_shown(request: ChatRequest, policy: Policy, tools: ToolUse | None = None) -> Shown:
+    """What a chat's response shows. `tools`: the calls that its text is parsed for. Raises TokenloomError naming the parameter at fault."""
     top = request.top_logprobs
     if top is not None:
         _check_alternatives("top_logprobs", top)
@@ -22,6 +22,8 @@ def chat_shown(request: ChatRequest, policy: Policy) -> Shown:
         tokens_as_ids=_tokens_as_ids(request, policy),
         return_token_ids=request.return_token_ids is True,
         keep_special_tokens=request.skip_special_tokens is False,
+        tools=tools,
+        reasoning=policy.reasoning,
         include_reasoning=request.include_reasoning is not False,
     )
 

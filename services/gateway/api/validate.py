@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libs.constraints import Constraint
+from libs.constraints import Constraint, ConstraintKind
 from services.gateway.api.checks import INT32, check, invalid, unsupported
 from services.gateway.api.constraint_fields import backend_of, constraint_of
 from services.gateway.api.message_fields import chat_prompt
@@ -11,6 +11,7 @@ from services.gateway.api.prompt_fields import prompts_of
 from services.gateway.api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from services.gateway.api.sampling_fields import bad_words_of, sampling_of
 from services.gateway.api.shown_fields import chat_shown, completion_shown
+from services.gateway.parsers.planning import ToolPlan, plan_tools
 from services.gateway.wanted import Prompt, Shown, Wanted
 from tokenloom.tokenizer.v1 import tokenizer_pb2
 
@@ -22,11 +23,26 @@ _CACHE_SALT = b"cache_salt:"
 
 def want_chat(request: ChatRequest, model: str, label: str, policy: Policy) -> Wanted:
     """What a chat request asks for. `label` is the client's x-request-id. Raises TokenloomError naming the parameter at fault."""
-    shown = chat_shown(request, policy)
-    if request.tools or request.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tools is not supported by this server yet", "tools" if request.tools else "tool_choice")
-    prompt = chat_prompt(request, b"", label, policy)
-    return _want(request, model, (prompt,), shown, constraint_of(request), policy)
+    plan = plan_tools(
+        request.tools, request.tool_choice, parallel=request.parallel_tool_calls, format=policy.tool_format, auto=policy.auto_tools
+    )
+    asked = constraint_of(request)
+    shown = chat_shown(request, policy, plan.use if _allows_calls(asked) else None)
+    prompt = chat_prompt(request, plan.tools_json, label, policy)
+    return _want(request, model, (prompt,), shown, _joined(asked, plan), policy)
+
+
+def _joined(asked: Constraint | None, plan: ToolPlan) -> Constraint | None:
+    """The constraint of the body, or that of its tools; not both."""
+    if asked is not None and plan.constraint is not None:
+        message = f"{asked.param} contradicts tool_choice: an output that must be a tool call keeps to the tool's schema"
+        raise invalid(message, asked.param)
+    return plan.constraint if asked is None else asked
+
+
+def _allows_calls(constraint: Constraint | None) -> bool:
+    """Whether a model may still choose to call a tool: an output that is all JSON, or all of a choice, is content and no call."""
+    return constraint is None or constraint.kind is ConstraintKind.STRUCTURAL_TAG
 
 
 def want_completion(request: CompletionRequest, model: str, label: str, policy: Policy) -> Wanted:
