@@ -53,10 +53,9 @@ class Answer:
     cached_tokens: int = 0
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens after the first, per second since it; None where too few came, or the server counted none."""
-        spent = self.total - self.first if self.first is not None else 0.0
-        return (self.completion_tokens - 1) / spent if self.completion_tokens > 1 and spent > 0 else None
+    def decode_seconds(self) -> float:
+        """What the tokens after the first took; 0 where there were none, or the server counted none."""
+        return self.total - self.first if self.first is not None and self.completion_tokens > 1 else 0.0
 
     def to_message(self) -> dict[str, Any]:
         """As the next request tells it."""

@@ -7,9 +7,11 @@ import re
 import time
 from typing import IO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.markdown import Markdown
+from rich.segment import Segment, SegmentLines
 from rich.text import Text
 
 from cli.answer import Answer, ToolCall, View
@@ -17,6 +19,8 @@ from cli.answer import Answer, ToolCall, View
 # What a terminal would obey: all control characters but line break and tab. A model's text must not move the cursor.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+# Columns: longer lines are hard to read.
+_MAX_WIDTH = 100
 # A block is drawn anew with each piece of text, unless drawing would take more of the time than one part in so many.
 _DRAWING_SHARE = 5
 
@@ -123,6 +127,7 @@ class MarkdownView:
         self._open = ""
         self._live: Live | None = None
         self._due = 0.0
+        self._begun = False
 
     def reasoning(self, text: str) -> None:
         """See View."""
@@ -146,17 +151,31 @@ class MarkdownView:
     def _draw(self, live: Live, settled: int) -> None:
         finished, self._open = self._open[:settled], self._open[settled:]
         with self._console:  # one write: nothing is seen twice
-            if finished:
-                self._console.print(Markdown(finished))
+            self._print_block(finished)
             live.update(self._tail(), refresh=True)
+
+    def _print_block(self, text: str) -> None:
+        """Prints Markdown for good, a blank line before it unless it is the first; the library's own blank lines depend on what it is."""
+        if not text.strip():
+            return
+        lines = self._console.render_lines(_markdown(text), pad=False)
+        while lines and _is_blank(lines[0]):
+            lines.pop(0)
+        while lines and _is_blank(lines[-1]):
+            lines.pop()
+        if self._begun:
+            self._console.print()
+        self._begun = True
+        self._console.print(SegmentLines(lines, new_lines=True), end="")
 
     def _tail(self) -> RenderableType:
         """The open block, as much of its end as surely fits: what Live crops is the end, which is what one wants to see."""
         lines = self._open.splitlines()
         room = max(self._console.height - 4, 4)
+        gap = self._begun and bool(lines)
         if len(lines) <= room // 2 and len(self._open) <= room // 2 * self._console.width:
-            return Markdown(self._open)
-        wrapped = Text(self._open).wrap(self._console, self._console.width)
+            return Group(Text(), _markdown(self._open)) if gap else _markdown(self._open)
+        wrapped = Text(self._open).wrap(self._console, min(self._console.width, _MAX_WIDTH))
         return Text("\n").join(wrapped[-room:])
 
     def finish(self, answer: Answer) -> None:
@@ -165,11 +184,19 @@ class MarkdownView:
             self._live.update(Text(""), refresh=True)
             self._live.stop()
             self._live = None
-        if self._open.strip():
-            self._console.print(Markdown(self._open))
+        self._print_block(self._open)
         self._open = ""
         self._reasoning.end_line()
         print_ending(self._console, answer)
+
+
+def _markdown(text: str) -> RenderableType:
+    return Constrain(Markdown(text), _MAX_WIDTH)
+
+
+def _is_blank(line: list[Segment]) -> bool:
+    """Whether nothing shows on it, not even a background."""
+    return not any(segment.text.strip() or (segment.style is not None and segment.style.bgcolor is not None) for segment in line)
 
 
 def print_ending(console: Console, answer: Answer) -> None:

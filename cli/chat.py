@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import termios
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,20 @@ class Source:
     def __init__(self, console: Console, stdin: TextIO | None = None) -> None:
         self._console, self._in = console, stdin or sys.stdin
         self.interactive = console.is_terminal and self._in.isatty()
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While it holds, what is typed does not show: an echo, be it ^C, would move what is being drawn. It is read afterwards."""
+        if not self.interactive:
+            yield
+            return
+        before = termios.tcgetattr(self._in)
+        silent = [*before[:3], before[3] & ~(termios.ECHO | termios.ECHOCTL), *before[4:]]
+        termios.tcsetattr(self._in, termios.TCSADRAIN, silent)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(self._in, termios.TCSADRAIN, before)
 
     def line(self, prompt: str) -> str | None:
         """The next line without its end; None at the end of the input. KeyboardInterrupt passes."""
@@ -210,12 +225,14 @@ class Chat:
         answer = Answer()
         chunks = self._client.stream(ROUTE, self._talk.body())
         try:
-            with contextlib.closing(chunks):
+            with contextlib.closing(chunks), self._source.quiet():
                 receive(chunks, answer, view_for(self._console, markdown=self._markdown))
         except ApiError as error:
             self._complain(str(error))
             return None
         self._talk.take(answer)
+        if self._source.interactive:
+            self._console.print()
         if not self._console.is_terminal and (end := describe_end(answer)):
             self._errors.print(Text(f"tokenloom chat: {end}"))
         return answer
@@ -229,10 +246,13 @@ class Chat:
             self._talk.result_of(call.id, result)
         return True
 
+    @property
+    def _remarks(self) -> Console:
+        """Where commands say what they have to: in a pipe not among the answers."""
+        return self._console if self._console.is_terminal else self._errors
+
     def _say(self, text: str) -> None:
-        """A remark; in a pipe it has no place among the answers."""
-        target = self._console if self._console.is_terminal else self._errors
-        target.print(Text(text, style="dim"))
+        self._remarks.print(Text(text, style="dim"))
 
     def _complain(self, text: str) -> None:
         self._failed = True
@@ -247,7 +267,7 @@ class Chat:
             table.add_row(Text(f"/{name} {arguments}".rstrip(), style="cyan"), Text(words))
         table.add_row(Text(_QUOTES, style="cyan"), Text("begins and ends a message of several lines; a line that ends in \\ goes on"))
         table.add_row(Text("Ctrl-C", style="cyan"), Text("stops the answer; what has come stays in the conversation"))
-        self._console.print(table)
+        self._remarks.print(table)
 
     def _reset(self, _argument: str) -> None:
         self._talk.reset()
@@ -302,7 +322,7 @@ class Chat:
             table.add_column(title, justify="right" if title else "left", header_style="dim")
         table.add_row("last answer", *_numbers(self._talk.answers[-1:]))
         table.add_row(f"all {len(self._talk.answers)}", *_numbers(self._talk.answers))
-        self._console.print(table)
+        self._remarks.print(table)
 
     def _set_markdown(self, argument: str) -> None:
         if argument not in ("", "on", "off"):
@@ -315,12 +335,13 @@ class Chat:
 
 
 def _numbers(answers: Sequence[Answer]) -> Iterator[str]:
-    """Sums of tokens and times; of several answers the mean time to the first token and the mean rate."""
+    """Sums of tokens and times; of several answers the mean time to the first token and the rate of all their tokens together."""
     yield str(sum(answer.prompt_tokens for answer in answers))
     yield str(sum(answer.cached_tokens for answer in answers))
     yield str(sum(answer.completion_tokens for answer in answers))
     firsts = [answer.first for answer in answers if answer.first is not None]
     yield f"{sum(firsts) / len(firsts) * 1000:.0f} ms" if firsts else "-"
     yield f"{sum(answer.total for answer in answers):.2f} s"
-    rates = [rate for answer in answers if (rate := answer.tokens_per_second) is not None]
-    yield f"{sum(rates) / len(rates):.1f}" if rates else "-"
+    rated = [answer for answer in answers if answer.decode_seconds > 0]
+    tokens, seconds = sum(answer.completion_tokens - 1 for answer in rated), sum(answer.decode_seconds for answer in rated)
+    yield f"{tokens / seconds:.1f}" if seconds else "-"

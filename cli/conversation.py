@@ -29,7 +29,8 @@ class Conversation:
         """The next request."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         tools = {"tools": self.tools} if self.tools else {}
-        options = {"stream_options": {"include_usage": True}}
+        # Usage in every chunk: an answer that is stopped gets no last one.
+        options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         return {"model": self.model, "messages": [*system, *self.messages], **tools, **options, **self.sampling}
 
     def say(self, content: str) -> None:

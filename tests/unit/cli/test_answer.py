@@ -40,7 +40,7 @@ def test_an_answer_is_its_chunks_together():
     assert (answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens) == (5, 4, 1)
     assert answer.first == pytest.approx(0.5)
     assert answer.total == pytest.approx(1.5)
-    assert answer.tokens_per_second == pytest.approx(3.0)
+    assert answer.decode_seconds == pytest.approx(1.0)
     assert answer.to_message() == {"role": "assistant", "content": "ab"}
 
 

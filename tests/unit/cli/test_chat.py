@@ -51,7 +51,7 @@ def test_each_line_is_a_message_and_each_answer_a_line():
     assert talk.say("first", "second") == ("One.\nTwo.\n", "")
     assert talk.code == 0
     assert contents(talk.api.bodies[1]) == [("system", "Be short."), ("user", "first"), ("assistant", "One."), ("user", "second")]
-    assert talk.api.bodies[0]["stream_options"] == {"include_usage": True}
+    assert talk.api.bodies[0]["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
 
 
 @pytest.mark.parametrize(
