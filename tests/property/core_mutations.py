@@ -9,9 +9,9 @@ CORE_MUTATIONS = [
         "rows are resolved through slots",
         "1: through the stored plan, never through slots, which are reused",
         "apply",
-        "    for row, row_outcome, tokens in zip(plan.rows, outcome.rows, outcome.tokens, strict=True):\n",
+        "    for index, (row, row_outcome, tokens) in enumerate(zip(plan.rows, outcome.rows, outcome.tokens, strict=True)):\n",
         "    tenants = {other.residency.slot: other for other in group.running if other.residency}\n"
-        "    for row, row_outcome, tokens in zip(plan.rows, outcome.rows, outcome.tokens, strict=True):\n"
+        "    for index, (row, row_outcome, tokens) in enumerate(zip(plan.rows, outcome.rows, outcome.tokens, strict=True)):\n"
         "        row.request = tenants.get(row.residency.slot, row.request)\n",
     ),
     Mutation(
@@ -90,8 +90,8 @@ CORE_MUTATIONS = [
         "a wrong number of tokens is believed",
         "3: a row returns what was planned",
         "apply",
-        "    elif len(tokens) != row.sample:\n",
-        "    elif False:\n",
+        "    if tokens != row.sample:\n",
+        "    if False:\n",
     ),
     Mutation(
         "a complete constraint does not end its request",
@@ -188,8 +188,8 @@ CORE_MUTATIONS = [
         "children of a parent that ended wait for ever",
         "10, 12: they go on alone",
         "state",
-        "        self.siblings.discard(request)\n        self.release_children(request)\n",
-        "        self.siblings.discard(request)\n",
+        "        self.siblings.discard(request)\n        children = self.release_children(request, now_ns)\n",
+        "        self.siblings.discard(request)\n        children: list[Request] = []\n",
     ),
     Mutation(
         "without a prefix cache everybody's blocks are found",
@@ -266,8 +266,8 @@ CORE_MUTATIONS = [
         "deltas have a wrong first index",
         "18: a delta carries its first output index",
         "apply",
-        "    first = len(outputs)\n",
-        "    first = max(0, len(outputs) - 1)\n",
+        "    first, logprobs = len(outputs), ",
+        "    first, logprobs = max(0, len(outputs) - 1), ",
     ),
     Mutation(
         "the tokens of an ended request go on",

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.property.constraint_mutations import CONSTRAINT_MUTATIONS
 from tests.property.core_mutations import CORE_MUTATIONS
 from tests.property.lease_mutations import LEASE_MUTATIONS
 from tests.property.mutation import Mutation
@@ -25,7 +26,7 @@ REPOSITORY = Path(__file__).parents[2]
 EVENTS, SEEDS = 20_000, tuple(range(1, 11))
 # Seconds after which a drive hangs; an unbroken one takes a tenth of it.
 PATIENCE = 120
-MUTATIONS = [*CORE_MUTATIONS, *LEASE_MUTATIONS, *SESSION_MUTATIONS]
+MUTATIONS = [*CORE_MUTATIONS, *CONSTRAINT_MUTATIONS, *LEASE_MUTATIONS, *SESSION_MUTATIONS]
 
 
 def _copy(root: Path) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from libs.sampling import SamplingParams
 from libs.telemetry import logs
 from tests.property import driving
+from tests.support.model_constraints import multiples
 from tests.support.session_world import SessionWorld
 
 
@@ -39,7 +40,9 @@ class Episode:
             (lambda: world.deliver_down(pick(), pick()), 14, False),
             (lambda: world.deliver_down(pick(), pick(), twice=True), 2, True),
             (lambda: world.lose_frame(pick()), 0.5, True),
-            (world.take, 6, False),
+            (world.take, 8, False),
+            (world.compile, 6, False),
+            (lambda: world.compile(busy=True), 1.5, True),
             (world.work, 14, False),
             (lambda: world.work(fail=True), 0.2, True),
             (world.answer, 14, False),
@@ -60,7 +63,8 @@ class Episode:
         prompt = [rng.randint(1, 2)] * rng.choice([1, 15, 16, 17, 33, 48])
         params = SamplingParams(max_tokens=rng.choice([1, 4, 20, 40]), seed=rng.randrange(3), stop=rng.choice([(), (), ("a",)]))
         deadline = rng.choice([0.05, 1.0, 20.0]) if rng.random() < 0.2 else None
-        self.world.submit(self._pick(), prompt, params, deadline=deadline, choices=rng.choice([1, 1, 3]))
+        constraint = multiples(rng.choice([1, 3]), rng.choice([1, 6])) if rng.random() < 0.3 else None
+        self.world.submit(self._pick(), prompt, params, deadline=deadline, choices=rng.choice([1, 1, 3]), constraint=constraint)
 
     def run(self, events: int) -> None:
         """So many events, then peace until everybody is served."""

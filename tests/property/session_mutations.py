@@ -64,8 +64,9 @@ SESSION_MUTATIONS = [
         "the gateway takes every token it is sent",
         "18: it drops what it has",
         "tickets",
-        "        if known >= len(tokens):\n            return False\n        ticket.output += tokens[known:]\n",
-        "        ticket.output += tokens\n",
+        '        known = len(ticket.output) - first\n        if known < 0:\n            raise SessionBroken(f"request {ticket.id}: tokens',
+        "        known = min(0, len(ticket.output) - first)\n"
+        '        if known < 0:\n            raise SessionBroken(f"request {ticket.id}: tokens',
         quick=True,
     ),
     _Gateway(

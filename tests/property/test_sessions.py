@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from libs.sampling import SamplingParams
 from tests.property.session_drive import drive
+from tests.support.model_constraints import multiples
 from tests.support.session_world import SessionWorld
 
 GATEWAY = st.integers(0, 1)
@@ -38,10 +40,11 @@ class SessionMachine(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         deadline=st.none() | st.floats(0.01, 20),
         choices=st.sampled_from([1, 3]),
+        constraint=st.none() | st.builds(multiples, st.sampled_from([1, 3]), st.integers(1, 6)),
     )
-    def submit(self, gateway: int, head: int, length: int, max_tokens: int, seed: int, deadline: float | None, choices: int) -> None:
+    def submit(self, gateway: int, head: int, length: int, max_tokens: int, seed: int, **values: Any) -> None:
         params = SamplingParams(max_tokens=max_tokens, seed=seed)
-        self.world.submit(gateway, [head] * length, params, deadline=deadline, choices=choices)
+        self.world.submit(gateway, [head] * length, params, **values)
 
     @rule(gateway=GATEWAY)
     def gateway_connects(self, gateway: int) -> None:
@@ -70,6 +73,10 @@ class SessionMachine(RuleBasedStateMachine):
     @rule()
     def worker_reads(self) -> None:
         self.world.take()
+
+    @rule(busy=st.sampled_from([False, False, False, True]))
+    def worker_compiles(self, busy: bool) -> None:
+        self.world.compile(busy=busy)
 
     @rule(fail=st.sampled_from([False, False, False, True]))
     def worker_runs(self, fail: bool) -> None:
@@ -131,6 +138,10 @@ def seen() -> Counter[str]:
 EVENTS = {
     "submit": 100,
     "answer": 300,
+    "asked": 10,
+    "compiled": 10,
+    "busy": 1,
+    "constraint_complete": 5,
     "frame written": 500,
     "frame twice": 5,
     "late frame up": 10,

@@ -10,6 +10,7 @@ from typing import Any
 
 from libs.blocks import block_hashes
 from libs.clock import ManualClock
+from libs.constraints import Constraint
 from libs.packing import pack_ids, unpack_ids
 from libs.sampling import SamplingParams
 from services.gateway.admission import Admission
@@ -70,6 +71,18 @@ class Choice:
     endings: int = 0
     cancelled: bool = False
     judged: bool = False
+    constrained: bool = False
+
+    @property
+    def is_right(self) -> bool:
+        """Whether what the ticket has is the output so far. Where all of it came and its ending was lost, the end of sequence follows."""
+        output = self.ticket.output
+        return output == self.want[: len(output)] or (self.constrained and output == [*self.want, EOS])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the ticket has all of its output."""
+        return self.is_right and len(self.ticket.output) >= len(self.want)
 
 
 class GatewaySide:
@@ -86,14 +99,19 @@ class GatewaySide:
         self.sequences: list[Choice] = []
         self.attempts: dict[int, int] = {}
 
-    def new_ticket(self, prompt: Sequence[int], params: SamplingParams, deadline_ns: int | None, parent_id: int) -> Choice:
+    def new_ticket(
+        self, prompt: Sequence[int], params: SamplingParams, deadline_ns: int | None, parent_id: int, constraint: Constraint | None = None
+    ) -> Choice:
         """A ticket with its lease."""
         submit = scheduler_pb2.Submit(id=self.book.next_id(), prompt_ids=pack_ids(prompt), parent_id=parent_id)
         submit.sampling.CopyFrom(params.to_proto())
         submit.block_hashes = b"".join(block_hashes(prompt))
+        if constraint is not None:
+            submit.constraint.CopyFrom(constraint.to_proto())
         (lease,) = self.admission.admit(Window(10**6, 10**9), [len(prompt)])
         lease.settle(len(prompt) + params.max_tokens)
-        sequence = Choice(Ticket(submit, asyncio.Event(), deadline_ns=deadline_ns), expected_output(RULES, prompt, params))
+        want = expected_output(RULES, prompt, params, constraint)
+        sequence = Choice(Ticket(submit, asyncio.Event(), deadline_ns=deadline_ns), want, constrained=constraint is not None)
 
         def ended() -> None:
             sequence.endings += 1

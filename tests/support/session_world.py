@@ -12,7 +12,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from libs.clock import ManualClock
-from libs.errors import ErrorCode
+from libs.constraints import Constraint
+from libs.errors import ErrorCode, TokenloomError
 from libs.packing import count_ids
 from libs.sampling import SamplingParams
 from libs.telemetry.tracing import Tracer
@@ -35,6 +36,7 @@ MAX_QUEUE = 16
 MAX_TURNS = 3000
 # Failures that these worlds give a reason for: no session came in time, or too many were lost; no room; a batch that failed too often.
 _ERRORS = {code.spec.code for code in (ErrorCode.SESSION_LOST, ErrorCode.QUEUE_FULL, ErrorCode.NO_WORKER, ErrorCode.POISON_REQUEST)}
+_BUSY = TokenloomError(ErrorCode.CONSTRAINT_BUSY, "too many wait")
 
 
 class SessionWorld:
@@ -47,6 +49,7 @@ class SessionWorld:
         self.link = WorkerLink("worker", self.engine)
         self.worker: LeaseRunner | None = None
         self.answers: deque[worker_pb2.RunResponse] = deque()
+        self.asks: deque[worker_pb2.Prepare] = deque()
         self.gateways = [GatewaySide(instance + 1) for instance in range(gateways)]
         self.sessions = 0
         self.seen: Counter[str] = Counter()
@@ -63,14 +66,23 @@ class SessionWorld:
 
     # Clients
 
-    def submit(self, gateway: int, prompt: Sequence[int], params: SamplingParams, *, deadline: float | None, choices: int = 1) -> None:
+    def submit(
+        self,
+        gateway: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        deadline: float | None,
+        choices: int = 1,
+        constraint: Constraint | None = None,
+    ) -> None:
         """A client's request reaches a gateway's book, choice by choice."""
         side = self._side(gateway)
         parent_id = 0
         for index in range(choices):
             due = None if deadline is None else self.clock.monotonic_ns() + round(deadline * SECOND)
             choice = SamplingParams(max_tokens=params.max_tokens, seed=params.seed + index, choice_index=index, stop=params.stop)
-            sequence = side.new_ticket(prompt, choice, due, parent_id)
+            sequence = side.new_ticket(prompt, choice, due, parent_id, constraint)
             parent_id = parent_id or sequence.ticket.id
             side.book.add(sequence.ticket, self.clock.monotonic_ns())
         self.seen["submit"] += 1
@@ -220,20 +232,34 @@ class SessionWorld:
         if self.worker is not None:
             self.worker = None
             self.answers.clear()
+            self.asks.clear()
             self.engine.worker_lost(self.link, crashed=False)
             self.seen["worker lost"] += 1
             self.check()
 
     def take(self) -> None:
-        """The next batch, or the next cut, reaches the worker."""
+        """The next batch, the next cut or the next word about constraints reaches the worker."""
         if self.worker is not None and not self.link.outgoing.empty():
             message = self.link.outgoing.get_nowait()
             if message.HasField("cut"):
                 self.answers.extend(self.worker.cut(message.cut))
                 self.seen["cut"] += 1
+            elif message.HasField("prepare"):
+                self.asks.append(message.prepare)
+                self.seen["asked"] += 1
+            elif message.HasField("forget"):
+                self.worker.worker.forget(message.forget.ids)
             else:
                 self.worker.submit(message.batch)
                 self.seen["lease"] += message.batch.lease_steps > 1
+            self.check()
+
+    def compile(self, *, busy: bool = False) -> None:
+        """The worker's compiler is done with its oldest ask, or has no room for it."""
+        if self.worker is not None and self.asks:
+            answer = self.worker.worker.compile(self.asks.popleft(), _BUSY if busy else None)
+            self.answers.append(worker_pb2.RunResponse(prepared=answer))
+            self.seen["busy" if busy else "compiled"] += 1
             self.check()
 
     def work(self, *, fail: bool = False) -> None:
@@ -251,6 +277,8 @@ class SessionWorld:
             if message.HasField("closed"):
                 self.engine.worker_closed(self.link, message.closed)
                 self.seen["closed"] += 1
+            elif message.HasField("prepared"):
+                self.engine.worker_prepared(self.link, message.prepared)
             else:
                 self._answer_step(message.result)
             self.check()
@@ -293,8 +321,8 @@ class SessionWorld:
 
     def _check_sequence(self, sequence: Choice) -> bool:
         """One ticket: its tokens, its ending. Whether it is live."""
-        ticket, want = sequence.ticket, sequence.want
-        assert ticket.output == want[: len(ticket.output)], "a token is wrong, missing or there twice"
+        ticket = sequence.ticket
+        assert sequence.is_right, "a token is wrong, missing or there twice"
         assert sequence.read == ticket.output[: len(sequence.read)]
         over = ticket.state is TicketState.ENDED
         assert (ticket.ending is not None) == over
@@ -308,9 +336,9 @@ class SessionWorld:
         resumed = " after a loss" if sequence.ticket.attempt else ""
         self.seen[FinishReason.Name(ending.reason).removeprefix("FINISH_REASON_").lower() + resumed] += 1
         match ending.reason:
-            case FinishReason.FINISH_REASON_STOP | FinishReason.FINISH_REASON_LENGTH:
-                assert sequence.ticket.output == sequence.want, "ended before its end"
-                assert ending.completion_tokens == len(sequence.want)
+            case FinishReason.FINISH_REASON_STOP | FinishReason.FINISH_REASON_LENGTH | FinishReason.FINISH_REASON_CONSTRAINT_COMPLETE:
+                assert sequence.is_whole, "ended before its end"
+                assert ending.completion_tokens == len(sequence.ticket.output)
             case FinishReason.FINISH_REASON_CANCELLED:
                 assert sequence.cancelled, "cancelled, and nobody had asked for it"
             case FinishReason.FINISH_REASON_DEADLINE:
@@ -318,7 +346,8 @@ class SessionWorld:
                 assert due is not None
                 assert due <= self.clock.monotonic_ns()
             case _:
-                assert ending.error.code in _ERRORS, ending.error
+                busy = sequence.constrained and ending.error.code == ErrorCode.CONSTRAINT_BUSY.spec.code
+                assert busy or ending.error.code in _ERRORS, ending.error
 
     def _check_windows(self) -> None:
         """Credits: what the scheduler counts as a session's is what it has live."""
@@ -365,7 +394,10 @@ class SessionWorld:
                 self.write_down(index)
                 while side.wire is not None and side.wire.down:
                     self.deliver_down(index, 1)
-        self.take()
+        while self.worker is not None and not self.link.outgoing.empty():
+            self.take()
+        while self.asks:
+            self.compile()
         self.work()
         while self.answers:
             self.answer()
