@@ -18,7 +18,7 @@ from libs.models.llama_config import LlamaConfig
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Fields of generation_config.json that change sampling in Hugging Face's generate and that the mesh does not have yet.
-_UNBUILT_SAMPLING = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "typical_p": 1.0, "epsilon_cutoff": 0.0}
+_UNBUILT_SAMPLING = {"no_repeat_ngram_size": 0, "num_beams": 1, "typical_p": 1.0, "epsilon_cutoff": 0.0}
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 16
 
@@ -35,6 +35,7 @@ class GenerationDefaults:
     top_k: int | None = None
     min_p: float | None = None
     max_new_tokens: int | None = None
+    repetition_penalty: float | None = None
     unbuilt: tuple[str, ...] = ()
 
 
@@ -112,6 +113,7 @@ class ModelDirectory:
             top_k=config.get("top_k"),
             min_p=config.get("min_p"),
             max_new_tokens=config.get("max_new_tokens"),
+            repetition_penalty=config.get("repetition_penalty"),
             unbuilt=tuple(name for name, neutral in _UNBUILT_SAMPLING.items() if config.get(name) not in (None, neutral)),
         )
 

@@ -42,7 +42,7 @@ class ClientSampling:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -85,7 +85,9 @@ class ClientSampling:
             stop=self.stop,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=_first(
+                self.repetition_penalty, defaults.repetition_penalty if defaults.HasField("repetition_penalty") else None, 1.0
+            ),
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,

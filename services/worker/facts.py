@@ -28,6 +28,7 @@ def defaults_message(defaults: GenerationDefaults) -> common_pb2.GenerationDefau
         top_k=defaults.top_k,
         min_p=defaults.min_p,
         max_new_tokens=defaults.max_new_tokens,
+        repetition_penalty=defaults.repetition_penalty,
     )
 
 

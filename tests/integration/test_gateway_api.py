@@ -99,15 +99,17 @@ async def test_silence_means_the_apis_defaults(gateway):
 
 async def test_silence_means_the_models_generation_config_where_it_has_one(tmp_path):
     scheduler = FakeScheduler()
-    defaults = common_pb2.GenerationDefaults(temperature=0.75, top_p=0.5, top_k=20, min_p=0.25, max_new_tokens=33)
+    defaults = common_pb2.GenerationDefaults(temperature=0.75, top_p=0.5, top_k=20, min_p=0.25, max_new_tokens=33, repetition_penalty=1.25)
     scheduler.model = facts(defaults=defaults)
     async with running_gateway(tmp_path, scheduler) as gateway:
         await gateway.chat("hi")
         sampling = (await submitted(gateway)).sampling
         assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (33, 0.75, 0.5, 20, 0.25)
-        await gateway.chat("hi", temperature=0, top_p=1, top_k=-1, min_p=0, max_tokens=40)
+        assert sampling.repetition_penalty == 1.25
+        await gateway.chat("hi", temperature=0, top_p=1, top_k=-1, min_p=0, max_tokens=40, repetition_penalty=1)
         sampling = (await submitted(gateway)).sampling
         assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (40, 0, 1, 0, 0)
+        assert sampling.repetition_penalty == 1
 
 
 async def test_seeds_are_drawn_where_the_client_gives_none(gateway):

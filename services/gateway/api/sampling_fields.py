@@ -51,7 +51,7 @@ def sampling_of(request: GenerationRequest, shown: Shown) -> ClientSampling:
         ignore_eos=request.ignore_eos is True,
         stop=_stops(request.stop),
         stop_token_ids=_stop_token_ids(request.stop_token_ids),
-        repetition_penalty=_penalty(request.repetition_penalty),
+        repetition_penalty=request.repetition_penalty,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias or {}),
@@ -82,17 +82,13 @@ def _check_distribution(request: GenerationRequest) -> None:
         check("min_p", request.min_p, 0 <= request.min_p <= 1, "in [0, 1]")
     if request.seed is not None:
         check("seed", request.seed, request.seed in INT64, "a signed 64-bit integer")
+    if request.repetition_penalty is not None:
+        # Logits are divided by it, in float32.
+        allowed = 1e-6 <= request.repetition_penalty <= 1e6
+        check("repetition_penalty", request.repetition_penalty, allowed, "greater than 0, between 1e-6 and 1e6")
     for name, penalty in (("presence_penalty", request.presence_penalty), ("frequency_penalty", request.frequency_penalty)):
         if penalty is not None:
             check(name, penalty, abs(penalty) <= MAX_PENALTY, f"in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
-
-
-def _penalty(penalty: float | None) -> float:
-    if penalty is None:
-        return 1.0
-    # The logits are divided by it, in float32.
-    check("repetition_penalty", penalty, 1e-6 <= penalty <= 1e6, "greater than 0, between 1e-6 and 1e6")
-    return penalty
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

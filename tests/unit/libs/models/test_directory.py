@@ -118,8 +118,9 @@ def test_generation_defaults_are_those_the_file_sets(folder):
 
 
 def test_sampling_that_is_not_built_is_reported_unless_it_is_neutral(folder):
-    model = rewrite(folder, "generation_config.json", repetition_penalty=1.1, num_beams=1)
-    assert model.generation_defaults.unbuilt == ("repetition_penalty",)
+    model = rewrite(folder, "generation_config.json", repetition_penalty=1.1, num_beams=4)
+    assert model.generation_defaults.unbuilt == ("num_beams",)
+    assert model.generation_defaults.repetition_penalty == 1.1
 
 
 def test_sharded_weights_are_those_of_the_index(folder):
