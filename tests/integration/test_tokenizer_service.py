@@ -83,6 +83,7 @@ async def test_it_describes_the_model_it_has_loaded(stub, model_dir):
     assert (answer.vocab_size, answer.block_size) == (49152, 16)
     assert answer.has_chat_template
     assert answer.text_table_verified
+    assert (answer.tool_format, answer.template_knows_tools) == ("hermes", False)
 
 
 async def test_a_chat_becomes_the_ids_that_the_model_was_trained_on(stub, model_dir):
@@ -228,6 +229,36 @@ async def test_sigterm_lets_running_prompts_end_and_takes_the_encoders_along(dra
 async def _encode(stub, text: str) -> tokenizer_pb2.EncodeResponse:
     answer: tokenizer_pb2.EncodeResponse = await stub.Encode(tokenizer_pb2.EncodeRequest(text=text))
     return answer
+
+
+async def test_the_operator_s_template_renders_and_is_described(tiny_llama_dir, tmp_path):
+    template = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}{{ messages[0].content }}!"
+    command = encoder_command(TokenizerConfig(model=str(tiny_llama_dir), chat_template=template))
+    metrics, clock = TokenizerMetrics(), SystemClock()
+    pool = EncoderPool(command, size=1, max_waiting=4, time_limit=10, clock=clock, metrics=metrics)
+    await pool.start()
+    try:
+        model = ModelDirectory(tiny_llama_dir, template)
+        messages = tokenizer_pb2.Chat(messages_json=USER)
+        answer = await pool.encode(tokenizer_pb2.EncodeRequest(chat=messages, want_text=True, want_tokens=True))
+        assert answer.text == "Count to 10.\n\n1.!"
+        assert answer.tokens[0] == "C"
+        assert answer.tokens[-1] == "!"
+        assert answer.tokenizer_fingerprint == model.tokenizer_fingerprint != ModelDirectory(tiny_llama_dir).tokenizer_fingerprint
+        table = build_text_table(load_tokenizer(model), model.tokenizer_fingerprint)
+        servicer = TokenizerServicer(model, table, pool, tracer=Tracer("tokenizer", "t"), clock=clock, metrics=metrics)
+        description = await servicer.Describe(tokenizer_pb2.DescribeRequest(), None)
+        assert (description.tool_format, description.template_knows_tools) == ("mistral", True)
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize(("template", "words"), [("nowhere.jinja", "cannot be read"), ("{% for %}", "cannot start")])
+def test_an_operator_s_template_that_is_none_ends_the_service_with_a_reason(tiny_llama_dir, tmp_path, template, words):
+    command = [sys.executable, "-m", "services.tokenizer", "--model", str(tiny_llama_dir), "--listen", f"unix:{tmp_path}/s"]
+    done = subprocess.run([*command, f"--chat-template={template}"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert words in done.stderr
 
 
 def test_a_model_that_is_none_ends_the_service_with_a_reason(tmp_path):

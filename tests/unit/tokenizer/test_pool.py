@@ -117,6 +117,20 @@ async def test_a_template_that_takes_too_much_memory_is_refused(model, mode):
         assert (await pool.encode(TEXT)).token_ids
 
 
+SPIN = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source", [SPIN, "{{ messages[0].content * 10000000000 }}", "{{ 'x' * 10000000000 }}"], ids=["spin", "eat", "constant"]
+)
+async def test_a_client_s_own_template_is_held_to_the_same_limits(model, source):
+    request = chat("")
+    request.chat.template = source
+    async with running(model, time_limit=1.0) as (pool, _):
+        await is_refused(pool.encode(request), ErrorCode.TEMPLATE_ERROR)
+        assert (await pool.encode(TEXT)).token_ids
+
+
 async def test_a_full_queue_refuses_and_says_when_to_come_back(model):
     async with running(model, max_waiting=2) as (pool, metrics):
         spinning = asyncio.create_task(pool.encode(chat("spin")))
