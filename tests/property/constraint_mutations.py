@@ -35,13 +35,6 @@ CONSTRAINT_MUTATIONS = [
         "",
     ),
     Mutation(
-        "nobody is checked again after a loss",
-        "12, 31: who needs what is ready nowhere goes back to checking",
-        "apply",
-        "    state.recheck(now_ns, effects)\n",
-        "",
-    ),
-    Mutation(
         "one group's refusal is everybody's",
         "31: a request runs where its constraint is ready",
         "checking",
