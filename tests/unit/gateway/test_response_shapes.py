@@ -6,15 +6,20 @@ import math
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from libs.logprobs import TokenLogprobs
+from libs.text.decoding import decode_text
+from libs.text.table import TokenClass
 from services.gateway.api.chat_writer import ChatWriter
 from services.gateway.api.completion_writer import CompletionWriter
-from services.gateway.api.logprobs import MIN_LOGPROB, TokenNames, mean_logprob
+from services.gateway.api.logprobs import MIN_LOGPROB, TokenNames, chat_logprobs, mean_logprob
 from services.gateway.api.messages import MessageReader, count_until, new_mistral_call_id
 from services.gateway.parsers.base import CallArguments, CallBegins, Content, Reasoning
 from services.gateway.wanted import Shown
 from tests.support.responses import EOS, TABLE, VOCAB, Told, response_of, streamed, told, whole
+from tests.unit.libs.text.tables import TABLES
 
 HELLO, WOR, LD, EURO, STOP_IT = range(257, 262)
 
@@ -61,6 +66,16 @@ def test_the_end_of_sequence_is_listed_as_it_is_counted_and_adds_no_bytes_where_
     assert (last["token"], last["bytes"]) == ("<eos>", list(b"<eos>") if keep_special else [])
     assert choice["message"]["content"] == "hello"
     assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == answer["usage"]["completion_tokens"] == 2
+
+
+@settings(deadline=None)
+@given(st.sampled_from(TABLES), st.lists(st.integers(0, 30), max_size=12))
+def test_bytes_join_to_the_text_where_decoders_drop_the_first_space_too(table, ids):
+    spelled = [token_id for token_id in ids if table.token_class(token_id) is not TokenClass.BYTE or table.token_bytes(token_id) != b" "]
+    names, text = TokenNames(table), decode_text(table, spelled)
+    listed = chat_logprobs(names, names.output(), [TokenLogprobs(token_id, -1.0, 1) for token_id in spelled], 0)
+    if "\ufffd" not in text:  # what a text shows in place of invalid bytes
+        assert b"".join(bytes(token.bytes) for token in listed.content).decode() == text
 
 
 def test_tokens_that_a_stop_string_cuts_from_the_text_are_listed():
