@@ -130,3 +130,34 @@ def test_a_context_cuts_short_who_is_new_and_never_who_is_resumed(max_tokens: in
         outputs.append(1)
         stop = resumed.push(1, outputs)
     assert (stop.reason, len(outputs)) == (FinishReason.LENGTH, max_tokens)
+
+
+@pytest.mark.parametrize(("token", "stop_token"), [(EOS, None), (EOT, EOT), (B, B)])
+def test_an_included_stop_token_stays_in_the_text(token: int, stop_token: int | None):
+    count, stop = run([A, token], stop_token_ids=(B,), include_stop_in_output=True)
+    assert (count, stop) == (2, Stop(FinishReason.STOP, stop_token=stop_token))
+
+
+@pytest.mark.parametrize(("tokens", "keep"), [([C, A, B], 5), ([A, AB], 3), ([A, B, C], 2)])
+def test_an_included_stop_string_is_the_end_of_the_text(tokens: list[int], keep: int):
+    count, stop = run(tokens, stop=("ab",), include_stop_in_output=True)
+    assert stop == Stop(FinishReason.STOP, stop_string="ab", keep_bytes=keep)
+    assert count <= len(tokens)
+
+
+def test_kept_special_tokens_are_text_that_counts_and_that_stop_strings_match():
+    assert run([EOT, A, EOS], keep_special_tokens=True, stop_token_ids=(), ignore_eos=True)[1] is None
+    count, stop = run([A, EOT, C], keep_special_tokens=True, ignore_eos=True, stop=("<eot>c",))
+    assert (count, stop) == (3, Stop(FinishReason.STOP, stop_string="<eot>c", keep_bytes=1))
+    assert run([A, EOT, C], ignore_eos=True, stop=("<eot>c",))[1] is None
+
+
+def test_the_end_that_stopped_a_text_with_special_tokens_is_no_part_of_it():
+    count, stop = run([A, EOT, C, EOS], keep_special_tokens=True, min_tokens=3)
+    assert (count, stop) == (4, Stop(FinishReason.STOP, keep_bytes=9))
+
+
+@pytest.mark.parametrize(("last", "include", "keep"), [(A, False, None), (EOS, False, 3), (EOT, False, 3), (EOS, True, None)])
+def test_a_completed_constraint_keeps_all_but_an_end_of_sequence(last: int, include: bool, keep: int | None):
+    params = SamplingParams(max_tokens=50, min_tokens=40, include_stop_in_output=include)
+    assert StopTracker(RULES, params, 4).complete([C, last]) == Stop(FinishReason.CONSTRAINT_COMPLETE, keep_bytes=keep)
