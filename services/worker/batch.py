@@ -152,7 +152,7 @@ def _sampling(message: worker_pb2.Open) -> SamplingParams:
     try:
         params = SamplingParams.from_proto(message.sampling)
         extra_args = json.loads(params.extra_args_json or b"{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _violation(f"{message.request} has sampling parameters of no sense: {error}") from error
     if not (0 <= params.temperature < math.inf and 0 <= params.top_p <= 1 and 0 <= params.min_p <= 1):
         raise _violation(f"{message.request} has temperature {params.temperature}, top_p {params.top_p}, min_p {params.min_p}")

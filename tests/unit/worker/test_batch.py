@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from libs.errors import ErrorCode, TokenloomError
@@ -114,9 +116,29 @@ def test_what_this_worker_cannot_do_is_refused_by_name(changes: dict[str, object
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": -1}, {"top_p": 1.5}, {"min_p": float("nan")}]
+    "sampling",
+    [
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": -1},
+        {"top_p": 1.5},
+        {"min_p": float("nan")},
+        {"repetition_penalty": -1},
+        {"repetition_penalty": float("inf")},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": float("inf")},
+        {"logit_bias_ids": [4], "logit_bias_values": [float("inf")]},
+        {"logit_bias_ids": [4, 5], "logit_bias_values": [1]},
+        {"logit_bias_ids": [4, 4], "logit_bias_values": [1, 2]},
+        {"bad_words": [b""]},
+        {"bad_words": [b"abc"]},
+        {"allowed_token_ids": b"abcde"},
+        {"extra_args_json": b"[1]"},
+        {"extra_args_json": b"{"},
+        {"extra_args_json": b"[" * 60_000},
+    ],
 )
-def test_sampling_that_has_no_meaning_is_a_violation(sampling: dict[str, float]):
+def test_sampling_that_has_no_meaning_is_a_violation(sampling: dict[str, Any]):
     changed = message()
     changed.opens[0].sampling.MergeFrom(common_pb2.SamplingParams(**sampling))
     with pytest.raises(TokenloomError) as caught:

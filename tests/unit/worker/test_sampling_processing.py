@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from libs.sampling import SamplingParams
 from services.worker.sampling.rows import NO_EDITS, SamplingRows
 from services.worker.sampling.sampler import Sampled, sample
 from services.worker.step_inputs import build_sampling
-from tests.unit.worker.helpers import GREEDY, batch, opening, row
+from tests.unit.worker.helpers import GREEDY, Driver, batch, load_engine, opening, row
 from tests.unit.worker.test_sampling_mask import grammar
 from tests.unit.worker.test_slots import table
 
@@ -135,3 +136,27 @@ def test_rows_that_ask_for_nothing_build_no_edits():
     before = BEST.repeat(2, 1)
     sample(before, table_of, VOCABULARY)
     assert np.array_equal(before.numpy(), BEST.repeat(2, 1).numpy())
+
+
+def test_a_request_goes_on_elsewhere_with_the_tokens_it_would_have_had(tiny_llama_dir: Path):
+    engine = load_engine(tiny_llama_dir)
+    params = SamplingParams(
+        max_tokens=64,
+        min_tokens=20,
+        temperature=1.0,
+        seed=9,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=1.5,
+        logit_bias=((30, 6.0), (40, 5.0)),
+        bad_words=((30, 40), (50,), (30, 30)),
+    )
+    prompt, neighbour = [*range(5, 25)], [*range(60, 90)]
+    lived = Driver(engine).generate({0: prompt, 1: neighbour}, 24, sampling=params)[0]
+    plain = Driver(engine).generate({0: prompt}, 24, sampling=SamplingParams(max_tokens=64, temperature=1.0, seed=9))[0]
+    assert lived != plain
+    moved = Driver(engine, seed=1)
+    rest = [moved.step([(0, len(prompt) + 10, True)], [opening(0, prompt, output=lived[:10], sampling=params)])[0]]
+    while len(rest) < 14:
+        rest.append(moved.step([(0, 1, True)])[0])
+    assert rest == lived[10:]
