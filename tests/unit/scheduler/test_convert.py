@@ -18,6 +18,7 @@ from services.scheduler.core.plan import BatchOutcome, Effects, RowOutcome, Step
 from services.scheduler.core.request import CancelReason, Ending, Request, RequestKey
 from services.scheduler.core.stopping import FinishReason, Stop, StopRules
 from tests.support.core import RULES, add_group, make_request, make_state
+from tests.support.model_constraints import multiples
 from tests.support.model_worker import VOCABULARY, text_table
 from tests.unit.scheduler.core.outcomes import planned, step, submit
 from tokenloom.common.v1 import common_pb2
@@ -66,6 +67,31 @@ class TestSubmit:
     def test_the_chain_of_hashes_goes_on_over_outputs_that_came_along(self):
         request, _ = to_request(message([1] * 16, list(range(1, 17)), max_tokens=40))
         assert request.block_names == block_hashes([*[1] * 16, *range(1, 17)])
+
+    def test_a_constraint_arrives_with_the_parameter_that_it_came_from(self):
+        submit_message = message([1])
+        constraint = multiples(3, 5, begin_after=(9,), param="response_format")
+        submit_message.constraint.CopyFrom(constraint.to_proto())
+        request, _ = to_request(submit_message, constraints=True)
+        assert request.constraint == constraint
+        assert request.constraint.param == "response_format"
+        assert to_request(message([1]), constraints=True)[0].constraint is None
+
+    @pytest.mark.parametrize(
+        ("constraint", "served"),
+        [
+            (common_pb2.Constraint(regex="a", param="guided_regex"), False),
+            (common_pb2.Constraint(param="guided_regex"), True),
+            (common_pb2.Constraint(json_schema=b"\xff", param="guided_regex"), True),
+        ],
+        ids=["no backend", "a kind of a later version", "no UTF-8"],
+    )
+    def test_a_constraint_that_cannot_be_served_is_refused_and_named(self, constraint: common_pb2.Constraint, served: bool):
+        submit_message = message([1])
+        submit_message.constraint.CopyFrom(constraint)
+        with pytest.raises(TokenloomError) as caught:
+            to_request(submit_message, constraints=served)
+        assert (caught.value.code, caught.value.param) == (ErrorCode.UNSUPPORTED, "guided_regex")
 
     def test_without_hashes_nothing_is_cached(self):
         submit_message = message([1] * 33)

@@ -25,6 +25,8 @@ def facts(**changes: Any) -> worker_pb2.WorkerFacts:
         "max_tokens_per_step": 256,
         "vocab_size": 40,
         "eos_token_ids": [0, 1],
+        "constraint_backend": "llguidance",
+        "logits_processors": ["calm", "tint"],
     }
     fingerprints = common_pb2.Fingerprints(**{"model": "m", "tokenizer": "t", "numerics": "n", **prints})
     return worker_pb2.WorkerFacts(fingerprints=fingerprints, **{**values, **changes})
@@ -47,6 +49,8 @@ def test_an_equal_worker_fits():
         ({"kv_dtype": "float16"}, "KV dtype"),
         ({"max_model_len": 64}, "max_model_len"),
         ({"block_size": 32}, "block size"),
+        ({"constraint_backend": "xgrammar"}, "constraint backend"),
+        ({"logits_processors": ["tint"]}, "logits processors"),
     ],
 )
 def test_a_worker_that_differs_is_refused_by_name_with_both_values(change: dict[str, Any], what: str):
@@ -146,3 +150,9 @@ def test_a_window_says_why_it_is_shut() -> None:
 def test_a_worker_that_could_run_nothing_is_refused_by_name(what: str, alone: bool):
     with pytest.raises(TokenloomError, match=f"worker w1: its {what} is 0: it could run nothing"):
         check(facts(**{what: 0, "max_model_len": 0 if what == "max_model_len" else 128}), alone=alone)
+
+
+def test_gateways_learn_what_compiles_constraints_and_which_processors_run():
+    told = model_facts(facts(), SchedulerConfig())
+    assert (told.constraint_backend, list(told.logits_processors)) == ("llguidance", ["calm", "tint"])
+    assert model_facts(facts(constraint_backend=""), SchedulerConfig()).constraint_backend == ""
