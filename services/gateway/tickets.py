@@ -175,9 +175,10 @@ class TicketBook:
                 continue
             if size >= MAX_FRAME_BYTES:
                 break
-            size += len(ticket.submit.prompt_ids)
             del self._waiting[ticket.id]
-            frame.submits.append(self._stamped(ticket, now))
+            submit = self._stamped(ticket, now)
+            frame.submits.append(submit)
+            size += submit.ByteSize()
         for ticket_id, reason in self._cancels.items():
             frame.cancels.add(id=ticket_id, reason=reason)
         self._cancels.clear()

@@ -100,11 +100,10 @@ class ClientSampling:
 
     def check_ids(self, facts: scheduler_pb2.ModelFacts) -> None:
         """Raises TokenloomError INVALID_REQUEST where an id is no token of the model, naming the parameter."""
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, name):
-                _check_id(name, token_id, facts)
-        for token_id, _ in self.logit_bias:
-            _check_id("logit_bias", token_id, facts)
+        biased = [token_id for token_id, _ in self.logit_bias]
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids), ("logit_bias", biased)):
+            if ids and max(ids) >= facts.vocab_size:
+                raise _invalid(f"{name}: {max(ids)} is not below the vocabulary size {facts.vocab_size}", name)
 
     def temperature_for(self, facts: scheduler_pb2.ModelFacts) -> float:
         """The temperature that runs; 0 is greedy."""
@@ -201,11 +200,6 @@ class Wanted:
 
 def _first(*values: float | None) -> float:
     return next(value for value in values if value is not None)
-
-
-def _check_id(name: str, token_id: int, facts: scheduler_pb2.ModelFacts) -> None:
-    if token_id >= facts.vocab_size:
-        raise _invalid(f"{name}: {token_id} is not below the vocabulary size {facts.vocab_size}", name)
 
 
 def _invalid(message: str, param: str) -> TokenloomError:

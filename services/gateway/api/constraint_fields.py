@@ -38,10 +38,17 @@ def constraint_of(request: GenerationRequest) -> Constraint | None:
         raise invalid(f"{second} contradicts {first}: an output keeps to one constraint", second)
     if not found:
         return None
-    constraint = found[0]
-    if sum(len(text.encode()) for text in constraint.texts) > MAX_CONSTRAINT_BYTES:
-        raise _bad(f"{constraint.param} exceeds the limit of {MAX_CONSTRAINT_BYTES} bytes", constraint.param)
-    return constraint
+    return found[0]
+
+
+def size_of(constraint: Constraint | None) -> int:
+    """Bytes of its texts. Raises TokenloomError INVALID_CONSTRAINT where they are too many."""
+    if constraint is None:
+        return 0
+    size = sum(len(text.encode()) for text in constraint.texts)
+    if size > MAX_CONSTRAINT_BYTES:
+        raise _too_big(constraint.param)
+    return size
 
 
 def backend_of(request: GenerationRequest) -> str | None:
@@ -158,6 +165,8 @@ def _choice(choices: list[str], param: str) -> Constraint:
 
 
 def _parsed(text: str, param: str) -> Any:
+    if len(text) > MAX_CONSTRAINT_BYTES:
+        raise _too_big(param)
     try:
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError) as error:
@@ -167,11 +176,14 @@ def _parsed(text: str, param: str) -> Any:
 
 
 def _written(value: Any, param: str) -> str:
+    text = msgspec.json.encode(value).decode()
+    if len(text) > MAX_CONSTRAINT_BYTES:  # before it is walked through
+        raise _too_big(param)
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _inside(outer)]
         if not level:
-            return msgspec.json.encode(value).decode()
+            return text
     raise _bad(f"{param} is nested more than {MAX_DEPTH} levels deep", param)
 
 
@@ -180,6 +192,10 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, list):
         yield from value
+
+
+def _too_big(param: str) -> TokenloomError:
+    return _bad(f"{param} exceeds the limit of {MAX_CONSTRAINT_BYTES} bytes", param)
 
 
 def _bad(message: str, param: str) -> TokenloomError:

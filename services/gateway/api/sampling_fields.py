@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,11 +21,14 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_BYTES = 1024
 MAX_XARGS_BYTES = 64 * 1024
-# Above every vocabulary: what a list of distinct ids may hold before the model is known.
-MAX_IDS = 1 << 20
+# Ids of logit_bias, and of allowed_token_ids.
+MAX_BIASES = 65_536
+MAX_ALLOWED = 262_144
 # What OpenAI and vLLM give a completion whose request is silent.
 COMPLETION_MAX_TOKENS = 16
 _XARG = (str, int, float)
+# One spelling per id, or "5" and "05" would be two biases of one.
+_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def sampling_of(request: GenerationRequest, shown: Shown) -> ClientSampling:
@@ -109,28 +113,25 @@ def _allowed_token_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
         return ()
     if not ids:
         raise invalid("allowed_token_ids must not be empty: nothing could be generated", "allowed_token_ids")
-    check_count("allowed_token_ids", len(ids), MAX_IDS, "ids")
+    check_count("allowed_token_ids", len(ids), MAX_ALLOWED, "ids")
     return _ids("allowed_token_ids", ids)
 
 
 def _ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
-    for index, token_id in enumerate(ids):
-        check(f"{name}[{index}]", token_id, token_id in UINT32, "a token id")
+    if ids and not (min(ids) >= 0 and max(ids) in UINT32):
+        index = next(index for index, token_id in enumerate(ids) if token_id not in UINT32)
+        check(f"{name}[{index}]", ids[index], False, "a token id")
     return tuple(dict.fromkeys(ids))
 
 
 def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    check_count("logit_bias", len(bias), MAX_IDS, "ids")
-    found = []
+    check_count("logit_bias", len(bias), MAX_BIASES, "ids")
     for key, value in bias.items():
-        name = f"logit_bias.{key[:20]}"
-        # One spelling per id, or "5" and "05" would be two biases of one.
-        if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key and int(key) in UINT32):
+        if not _ID.fullmatch(key) or int(key) not in UINT32:
             raise invalid(f"logit_bias: {key[:20]!r} is not a token id", "logit_bias")
-        check(name, value, abs(value) <= MAX_BIAS, f"in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
-        if value:
-            found.append((int(key), value))
-    return tuple(found)
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            check(f"logit_bias.{key}", value, False, f"in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
+    return tuple((int(key), value) for key, value in bias.items() if value)
 
 
 def bad_words_of(request: GenerationRequest) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from libs.constraints import Constraint, ConstraintKind
 from services.gateway.api.checks import INT32, check, invalid, unsupported
-from services.gateway.api.constraint_fields import backend_of, constraint_of
+from services.gateway.api.constraint_fields import backend_of, constraint_of, size_of
 from services.gateway.api.message_fields import chat_prompt
 from services.gateway.api.policy import Policy
 from services.gateway.api.prompt_fields import prompts_of
@@ -12,11 +12,13 @@ from services.gateway.api.requests import ChatRequest, CompletionRequest, Genera
 from services.gateway.api.sampling_fields import bad_words_of, sampling_of
 from services.gateway.api.shown_fields import chat_shown, completion_shown
 from services.gateway.parsers.planning import ToolPlan, plan_tools
-from services.gateway.wanted import Prompt, Shown, Wanted
+from services.gateway.wanted import ClientSampling, Prompt, Shown, Wanted
 from tokenloom.tokenizer.v1 import tokenizer_pb2
 
 MAX_TIMEOUT = 7 * 24 * 3600.0
 MAX_CACHE_SALT_BYTES = 1024
+# Of a request's parameters over all its choices: each travels to the scheduler with its own.
+MAX_PARAMETER_BYTES = 8 * 1024 * 1024
 # What a client's salt begins with, so that it is neither the empty one of the common space nor that of another kind (a tenant).
 _CACHE_SALT = b"cache_salt:"
 
@@ -67,6 +69,7 @@ def _want(
     priority = request.priority or 0
     check("priority", priority, priority in INT32, "a signed 32-bit integer")
     n, best_of = _choices(request, len(prompts), policy.max_sequences)
+    _check_weight(sampling, constraint, (best_of or n) * len(prompts))
     return Wanted(
         model=model,
         prompts=prompts,
@@ -119,6 +122,15 @@ def _choices(request: GenerationRequest, prompts: int, max_sequences: int) -> tu
         raise invalid("best_of must equal n where the response is streamed: the best are known at the end", "best_of")
     _check_sequences("best_of", best_of, prompts, max_sequences)
     return n, best_of
+
+
+def _check_weight(sampling: ClientSampling, constraint: Constraint | None, sequences: int) -> None:
+    sizes = {"logit_bias": 8 * len(sampling.logit_bias), "allowed_token_ids": 4 * len(sampling.allowed_token_ids)}
+    if constraint is not None:
+        sizes[constraint.param] = size_of(constraint)
+    if sequences * sum(sizes.values()) > MAX_PARAMETER_BYTES:
+        name = max(sizes, key=lambda name: sizes[name])
+        raise invalid(f"{name}: {sizes[name]} bytes for each of {sequences} choices exceed the limit of {MAX_PARAMETER_BYTES}", name)
 
 
 def _check_sequences(name: str, count: int, prompts: int, limit: int) -> None:

@@ -104,10 +104,14 @@ def test_without_a_deadline_none_is_sent():
     assert not Bench().send().submits[0].HasField("deadline_remaining_us")
 
 
-def test_large_prompts_are_spread_over_frames():
+@pytest.mark.parametrize("large", ["prompt", "constraint"])
+def test_large_submits_are_spread_over_frames(large):
     bench = Bench()
     second = bench.new_ticket()
-    bench.ticket.submit.prompt_ids = bytes(MAX_FRAME_BYTES)
+    if large == "prompt":
+        bench.ticket.submit.prompt_ids = bytes(MAX_FRAME_BYTES)
+    else:
+        bench.ticket.submit.constraint.regex = "a" * MAX_FRAME_BYTES
     assert [submit.id for submit in bench.send().submits] == [bench.ticket.id]
     assert [submit.id for submit in bench.send().submits] == [second.id]
 
