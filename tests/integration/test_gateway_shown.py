@@ -90,6 +90,25 @@ async def test_openais_client_reads_log_probabilities(gateway):
         assert chat.prompt_logprobs[1] == {"115": {"logprob": -0.5, "rank": 1, "decoded_token": "s"}}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_long_lists_are_written_beside_the_loop(tmp_path, monkeypatch, stream):
+    beside = []
+    to_thread = asyncio.to_thread
+
+    async def spy(write):
+        beside.append(write)
+        return await to_thread(write)
+
+    async with running_gateway(tmp_path, FakeScheduler(say("ok"))) as gateway:
+        monkeypatch.setattr(asyncio, "to_thread", spy)
+        for length in (10, 200):
+            response = await gateway.complete("x" * length, echo=True, logprobs=1, stream=stream)
+            bodies = events_of(response.text)[:-1] if stream else [response.json()]
+            listed = [token for body in bodies for token in body["choices"][0]["logprobs"]["tokens"]]
+            assert listed == [*"x" * length, "o", "k", "<eos>"]
+            assert len(beside) == (length == 200)
+
+
 async def test_an_echo_alone_is_the_prompt_and_ends_by_length(gateway):
     whole = (await gateway.complete("abc", echo=True, max_tokens=0, logprobs=1)).json()
     (choice,) = whole["choices"]

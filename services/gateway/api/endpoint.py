@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -31,6 +32,10 @@ from services.gateway.wanted import Wanted
 
 # Characters; what the W3C recommendation asks everybody to carry.
 _MAX_TRACESTATE = 512
+
+# Positions whose log-probabilities are written on the loop (7 us each with 5 alternatives, 25 with 20). Those of a whole response or of a
+# prompt may take a second, for which everybody's streams would stand still.
+_LISTED_ON_LOOP = 64
 
 # On a refusal: nothing of the request was begun here, and another gateway may well serve it. Envoy tries it there and takes the
 # header off (deploy/envoy/envoy.yaml); the same errors later on do not carry it, for then the request may be running.
@@ -146,7 +151,7 @@ class _Exchange:
         changes = await stream.wait(generation.changes)
         data = b"".join(sse.event(chunk) for chunk in writer.opening())
         while True:
-            data += _events(writer, changes)
+            data += await _written(changes, functools.partial(_events, writer, changes))
             if generation.ended:
                 break
             await stream.write(data)
@@ -185,7 +190,14 @@ async def _collect(generation: Generation, writer: Writer) -> bytes:
     while not generation.ended:
         for change in await generation.changes():
             found[change.index].append(change)
-    return msgspec.json.encode(writer.whole([joined(changes) for changes in found]))
+    whole = [joined(changes) for changes in found]
+    return await _written(whole, lambda: msgspec.json.encode(writer.whole(whole)))
+
+
+async def _written(changes: list[Change], write: Callable[[], bytes]) -> bytes:
+    """What `write` makes of the changes: beside the loop, where they list many log-probabilities."""
+    listed = sum(len(change.logprobs or ()) + len(change.prompt_logprobs or ()) for change in changes)
+    return write() if listed <= _LISTED_ON_LOOP else await asyncio.to_thread(write)
 
 
 def require_json(connection: Connection) -> None:

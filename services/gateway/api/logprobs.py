@@ -28,14 +28,20 @@ MIN_LOGPROB = -9999.0
 class TokenNames:
     """How a response spells tokens. `as_ids`: "token_id:17"; `keep_special`: special tokens are part of the text."""
 
-    __slots__ = ("_as_ids", "_keep_special", "_table")
+    __slots__ = ("_as_ids", "_data", "_keep_special", "_names", "_table")
 
     def __init__(self, table: TextTable, *, as_ids: bool = False, keep_special: bool = False) -> None:
         self._table, self._as_ids, self._keep_special = table, as_ids, keep_special
+        # The same few tokens are the likeliest again and again.
+        self._names: dict[int, str] = {}
+        self._data: dict[int, list[int]] = {}
 
     def name(self, token_id: int) -> str:
         """A token by itself; special ones too have their name."""
-        return f"token_id:{token_id}" if self._as_ids else self.decoded(token_id)
+        found = self._names.get(token_id)
+        if found is None:
+            found = self._names[token_id] = f"token_id:{token_id}" if self._as_ids else self.decoded(token_id)
+        return found
 
     def decoded(self, token_id: int) -> str:
         """The same, always spelled."""
@@ -43,8 +49,11 @@ class TokenNames:
 
     def data(self, token_id: int) -> list[int]:
         """The bytes that it adds to a text; none for a special token that is skipped."""
-        skipped = not self._keep_special and self._table.token_class(token_id) is TokenClass.SPECIAL
-        return [] if skipped else list(self._table.token_bytes(token_id))
+        found = self._data.get(token_id)
+        if found is None:
+            skipped = not self._keep_special and self._table.token_class(token_id) is TokenClass.SPECIAL
+            found = self._data[token_id] = [] if skipped else list(self._table.token_bytes(token_id))
+        return found
 
     def output(self) -> OutputBytes:
         """Gives the bytes of one choice's tokens in order, which join to its text: where the first one's space is dropped, they know."""
