@@ -24,7 +24,7 @@ from services.gateway.admission import Lease
 from services.gateway.endings import error_of_cancel, error_of_ending
 from services.gateway.mesh import Mesh
 from services.gateway.quota import Visit
-from services.gateway.record import RequestRecord
+from services.gateway.record import RequestRecord, sampling_attributes
 from services.gateway.streamer import Change, Choice, count_tokens
 from services.gateway.terms import check_served, constraint_of, keep_last, keeps_special_tokens
 from services.gateway.tickets import CancelReason, Ticket
@@ -203,13 +203,7 @@ class Generation:
         if len(self._leases) > 1:  # a lone sequence may exceed the bound: else it could never be served
             sizes = (count_ids(encoded.token_ids) + one.max_tokens for encoded, one in zip(self._encoded, resolved, strict=True))
             self._refuse_more_than_may_live(facts.max_live_tokens, sum(sizes) * self._wanted.generated, "tokens")
-        first = resolved[0]
-        self._record.sampling = {
-            "gen_ai.request.max_tokens": first.max_tokens,
-            "gen_ai.request.temperature": first.temperature,
-            "gen_ai.request.top_p": first.top_p,
-            "gen_ai.request.top_k": first.top_k,
-        }
+        self._record.sampling = sampling_attributes(resolved[0], self._wanted.constraint)
         constraints = [constraint_of(self._wanted, encoded.token_ids, self._mesh.tokenizers) for encoded in self._encoded]
         for encoded, sampling, constraint in zip(self._encoded, resolved, constraints, strict=True):
             self._submit_choices(encoded, sampling, table, constraint)

@@ -22,7 +22,9 @@ from opentelemetry.trace import SpanKind
 from opentelemetry.util.types import AttributeValue
 
 from libs.clock import Clock
+from libs.constraints import Constraint, ConstraintKind
 from libs.errors import TokenloomError
+from libs.sampling import SamplingParams
 from libs.telemetry.logs import get_logger
 from libs.telemetry.metrics import trace_exemplar
 from libs.telemetry.tracing import SpanEvent, SpanRecord, TraceParent, Tracer, new_span_id
@@ -57,6 +59,25 @@ def hop_of(timings: scheduler_pb2.Timings, submitted_ns: int, returned_ns: int) 
     inside = 1000 * (timings.queue_us + timings.prefill_us + timings.decode_us)
     half = max(returned_ns - submitted_ns - inside, 0) // 2
     return Hop(submitted_ns, submitted_ns + half, max(returned_ns - half, submitted_ns + half), returned_ns)
+
+
+def sampling_attributes(sampling: SamplingParams, constraint: Constraint | None) -> dict[str, AttributeValue]:
+    """How tokens are chosen, as OpenTelemetry's conventions name it; what is off is left out, as is what they have no name for."""
+    found: dict[str, AttributeValue] = {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+    }
+    if sampling.frequency_penalty:
+        found["gen_ai.request.frequency_penalty"] = sampling.frequency_penalty
+    if sampling.presence_penalty:
+        found["gen_ai.request.presence_penalty"] = sampling.presence_penalty
+    if constraint is not None:
+        found["tokenloom.constraint"] = constraint.kind.value
+        if constraint.kind in (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT):
+            found["gen_ai.output.type"] = "json"
+    return found
 
 
 @dataclass(slots=True)

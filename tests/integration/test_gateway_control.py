@@ -165,13 +165,12 @@ async def test_truncation_leaves_the_last_tokens_of_a_prompt(gateway, fields, ke
 
 
 @together
-async def test_special_tokens_echo_and_documents_reach_the_tokenizer(gateway):
-    await sampling_of(gateway, chat=False, add_special_tokens=False, echo=True)
-    call = gateway.tokenizer.calls[-1]
-    assert (call.special_tokens, call.want_text) == (tokenizer_pb2.SPECIAL_TOKENS_NONE, True)
+async def test_special_tokens_and_documents_reach_the_tokenizer(gateway):
+    await sampling_of(gateway, chat=False, add_special_tokens=False)
+    assert gateway.tokenizer.calls[-1].special_tokens == tokenizer_pb2.SPECIAL_TOKENS_NONE
     await sampling_of(gateway, add_special_tokens=True, documents=[{"title": "t", "text": "x"}], reasoning_effort="none")
     call = gateway.tokenizer.calls[-1]
-    assert (call.special_tokens, call.want_text) == (tokenizer_pb2.SPECIAL_TOKENS_ADD, False)
+    assert call.special_tokens == tokenizer_pb2.SPECIAL_TOKENS_ADD
     variables = json.loads(call.chat.template_kwargs_json)
     assert variables == {"documents": [{"title": "t", "text": "x"}], "reasoning_effort": "none", "enable_thinking": False}
 

@@ -51,8 +51,6 @@ def want_completion(request: CompletionRequest, model: str, label: str, policy: 
     """What a completion request asks for. `label` is the client's x-request-id. Raises TokenloomError naming the parameter at fault."""
     shown = completion_shown(request, policy)
     prompts = prompts_of(request.prompt, label, max_prompts=policy.max_sequences)
-    for prompt in prompts:
-        prompt.request.want_text = shown.echo
     return _want(request, model, prompts, shown, constraint_of(request), policy)
 
 

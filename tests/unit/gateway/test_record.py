@@ -1,11 +1,13 @@
-"""How a choice's time is laid between the gateway's clock and the scheduler's."""
+"""How a choice's time is laid between the clocks of gateway and scheduler, and what its trace says of the sampling."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.record import hop_of
+from libs.constraints import Constraint, ConstraintKind
+from libs.sampling import SamplingParams
+from services.gateway.record import hop_of, sampling_attributes
 from tokenloom.scheduler.v1 import scheduler_pb2
 
 NS = st.integers(0, 10**15)
@@ -33,3 +35,18 @@ def test_whatever_the_clocks_say_the_stages_are_in_order(submitted, length, rece
     timings = scheduler_pb2.Timings(received_unix_ns=received, ended_unix_ns=ended, queue_us=queue, prefill_us=prefill, decode_us=decode)
     hop = hop_of(timings, submitted, submitted + length)
     assert hop.submitted_ns <= hop.received_ns <= hop.ended_ns <= hop.returned_ns
+
+
+def test_what_steers_the_output_is_named_where_it_has_an_effect():
+    plain = sampling_attributes(SamplingParams(max_tokens=4), None)
+    assert set(plain) == {f"gen_ai.request.{name}" for name in ("max_tokens", "temperature", "top_p", "top_k")}
+    schema = Constraint(ConstraintKind.JSON_SCHEMA, ("{}",))
+    steered = sampling_attributes(SamplingParams(max_tokens=4, frequency_penalty=0.5, presence_penalty=-1.0), schema)
+    assert {name: value for name, value in steered.items() if name not in plain} == {
+        "gen_ai.request.frequency_penalty": 0.5,
+        "gen_ai.request.presence_penalty": -1.0,
+        "gen_ai.output.type": "json",
+        "tokenloom.constraint": "json_schema",
+    }
+    expression = sampling_attributes(SamplingParams(max_tokens=4), Constraint(ConstraintKind.REGEX, ("a",)))
+    assert ("gen_ai.output.type" in expression, expression["tokenloom.constraint"]) == (False, "regex")
