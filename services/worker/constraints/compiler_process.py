@@ -12,6 +12,7 @@ from libs.errors import TokenloomError
 from libs.helper_frames import Answerer, limit_memory, serve_frames
 from libs.models.directory import ModelDirectory
 from services.worker.constraints.base import Backend, refused
+from services.worker.constraints.probe import probe
 from services.worker.constraints.registry import load_backend
 from tokenloom.common.v1 import common_pb2
 
@@ -22,7 +23,9 @@ _WARM_UP = common_pb2.Constraint(json_object=True)
 def compile_one(backend: Backend, payload: bytes) -> bytes:
     """The answer to one question. Raises TokenloomError(INVALID_CONSTRAINT)."""
     try:
-        return backend.compile(Constraint.from_proto(common_pb2.Constraint.FromString(payload)))
+        compiled = backend.compile(Constraint.from_proto(common_pb2.Constraint.FromString(payload)))
+        probe(backend.load(compiled), backend.vocab_size)
+        return compiled
     except TokenloomError:
         raise
     except MemoryError as error:
@@ -36,7 +39,7 @@ def main() -> int:
 
     def load() -> Answerer:
         backend = load_backend(sys.argv[2], ModelDirectory(sys.argv[1]))
-        backend.load(compile_one(backend, _WARM_UP.SerializeToString()))
+        compile_one(backend, _WARM_UP.SerializeToString())
         limit_memory(int(sys.argv[3]))
         return lambda payload: compile_one(backend, payload)
 

@@ -7,6 +7,7 @@ below, and lets go of the interpreter's lock.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -14,6 +15,11 @@ from libs.constraints import Constraint, ConstraintKind
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.directory import ModelDirectory
 from services.worker.constraints.base import MatcherBroken, Words, refused
+from services.worker.constraints.ebnf import is_ebnf, read_ebnf
+from services.worker.constraints.expressions import MAX_SIZE, RuleSet, check, expanded, expanded_size, one_of
+from services.worker.constraints.regexes import read_regex, read_search
+from services.worker.constraints.schemas import read_schema, with_patterns
+from services.worker.constraints.spelling import lark_of, regex_of
 from services.worker.constraints.vocabulary import primary_ending
 
 # About a fifth of the library's defaults: what a mask may cost in the worst case is what the rows beside it wait for.
@@ -82,6 +88,7 @@ class GuidanceBackend:
         """
         try:
             self._tokenizer = LLTokenizer(str(model.tokenizer_file), eos_token=primary_ending(model))
+            self.vocab_size: int = self._tokenizer.vocab_size
         except Exception as error:  # the library has no class of its own for this
             raise TokenloomError(ErrorCode.UNSUPPORTED, f"llguidance cannot read {model.tokenizer_file}: {error}") from error
 
@@ -108,23 +115,39 @@ _BYTES_PER_GRAMMAR = 64 * 1024
 def _grammar_text(constraint: Constraint) -> str:
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            return _json(constraint.text, compact=constraint.compact)
+            return _json(with_patterns(read_schema(constraint.text), _pattern), compact=constraint.compact)
         case ConstraintKind.JSON_OBJECT:
-            return _json('{"type": "object"}', compact=constraint.compact)
+            return _json({"type": "object"}, compact=constraint.compact)
         case ConstraintKind.REGEX:
-            return LLMatcher.grammar_from_regex(constraint.text)
+            return _rules(read_regex(constraint.text))
         case ConstraintKind.CHOICE:
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in constraint.texts))
+            return LLMatcher.grammar_from_regex(regex_of(one_of(constraint.texts)))
+        case ConstraintKind.GRAMMAR if is_ebnf(constraint.text):
+            return _rules(read_ebnf(constraint.text))
         case ConstraintKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(constraint.text)
         case ConstraintKind.STRUCTURAL_TAG:
             raise refused("structural tags are not supported")
 
 
-def _json(schema: str, *, compact: bool) -> str:
+def _pattern(pattern: str) -> str:
+    """A schema's pattern, spelled so that the library means by it what Python does."""
+    return f"^(?:{regex_of(read_search(pattern))})$"
+
+
+def _rules(rules: RuleSet) -> str:
+    """Rules without recursion are one lexeme, which is matched fastest; others are read character by character."""
+    check(rules)
+    size = expanded_size(rules)
+    if size is not None and size <= MAX_SIZE:
+        return LLMatcher.grammar_from_regex(regex_of(expanded(rules)))
+    return LLMatcher.grammar_from_lark(lark_of(rules))
+
+
+def _json(schema: dict[str, Any], *, compact: bool) -> str:
     """All options are overrides: a schema may bring its own under `x-guidance`, which are the client's wishes, not the operator's."""
     return LLMatcher.grammar_from_json_schema(
-        schema,
+        json.dumps(schema),
         overrides={
             "item_separator": ",",
             "key_separator": ":",
