@@ -31,10 +31,11 @@ from libs.sampling import SamplingParams
 from libs.text.table import TextRule, TextTable, TokenClass
 from services.scheduler.convert import from_result, to_batch
 from services.scheduler.core.apply import apply
+from services.scheduler.core.group import Group
 from services.scheduler.core.plan import StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.request import Request, RequestKey, Timeline
-from services.scheduler.core.state import Group, Limits, SchedulerState
+from services.scheduler.core.state import Limits, SchedulerState
 from services.scheduler.core.stopping import StopRules, StopTracker
 from tokenloom.worker.v1 import worker_pb2
 

@@ -19,12 +19,13 @@ from services.scheduler.compiling import Compiling
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.convert import SubmitRules
 from services.scheduler.core.apply import apply, close, lose_group
+from services.scheduler.core.group import Group
 from services.scheduler.core.leases import can_dispatch, cut, messages_in_flight, wants_cut
 from services.scheduler.core.plan import BatchOutcome, StepOutcome, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import RequestEvent, WaitReason
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import StopRules
 from services.scheduler.facts import check_fit, fits_anew, limits_of
 from services.scheduler.intake import Intake

@@ -14,8 +14,9 @@ from libs.telemetry.logs import get_logger
 from libs.telemetry.tracing import TraceParent, log_ids
 from services.scheduler import convert
 from services.scheduler.convert import SubmitRules
+from services.scheduler.core.group import Group
 from services.scheduler.core.request import CancelReason, Ending, Request, RequestKey, Residency, WaitReason
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import Stop
 from services.scheduler.facts import window_of
 from services.scheduler.sessions import GatewaySession

@@ -61,7 +61,7 @@ def states(mesh: SchedulerMesh) -> list[RequestState]:
 
 @pytest.mark.composes("structured output", "seed", "dispatch-ahead")
 async def test_constrained_and_free_requests_share_batches_and_each_keeps_to_its_own(mesh: SchedulerMesh):
-    worker = await mesh.worker(step_seconds=0.002)
+    worker = await mesh.worker(step_seconds=0.02)
     session = await (await mesh.session()).ready()
     threes = multiples(3, 9)
     wanted = {1: await submit(session, 1), 2: await submit(session, 2, threes), 3: await submit(session, 3)}

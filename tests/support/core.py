@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from libs.blocks import block_hashes
 from libs.constraints import Constraint
 from libs.sampling import SamplingParams
+from services.scheduler.core.group import Group
 from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import Request, RequestKey, Timeline
-from services.scheduler.core.state import Group, Limits, SchedulerState
+from services.scheduler.core.state import Limits, SchedulerState
 from services.scheduler.core.stopping import StopRules, StopTracker
 from tests.support.model_worker import EOS, text_table
 

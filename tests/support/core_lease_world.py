@@ -6,9 +6,9 @@ import itertools
 
 from services.scheduler.convert import to_cut
 from services.scheduler.core.apply import apply, close
+from services.scheduler.core.group import Group
 from services.scheduler.core.leases import cut, open_lease, wants_cut
 from services.scheduler.core.plan import Cut, StepOutcome
-from services.scheduler.core.state import Group
 from tests.support.core_shapes import Rig
 from tests.support.core_world import World
 

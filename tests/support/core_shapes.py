@@ -9,8 +9,9 @@ from libs.blocks import BLOCK_SIZE
 from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.core.checks import Prepare
+from services.scheduler.core.group import Group
 from services.scheduler.core.plan import Cut, StepOutcome, StepPlan
-from services.scheduler.core.state import Group, Limits
+from services.scheduler.core.state import Limits
 from tests.support.core_leases import LeaseRunner
 from tests.support.model_worker import ModelWorker, text_table
 from tokenloom.worker.v1 import worker_pb2

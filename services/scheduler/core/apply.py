@@ -11,6 +11,7 @@ from typing import NamedTuple
 from libs.blocks import BLOCK_SIZE
 from libs.errors import ErrorCode, TokenloomError
 from libs.logprobs import PackedLogprobs
+from services.scheduler.core.group import Group
 from services.scheduler.core.leases import open_lease
 from services.scheduler.core.naming import extend_names
 from services.scheduler.core.plan import (
@@ -26,7 +27,7 @@ from services.scheduler.core.plan import (
     Told,
 )
 from services.scheduler.core.request import Ending, Request, RequestState, Residency, WaitReason
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
 
 # Outcomes of rows whose tokens were computed: their blocks hold what their names say.

@@ -11,10 +11,11 @@ lease whose end may still move, since its rows' lengths, and the step that the n
 from __future__ import annotations
 
 from libs.blocks import BLOCK_SIZE, blocks_for
+from services.scheduler.core.group import Group
 from services.scheduler.core.ledger import Hit
 from services.scheduler.core.plan import Cut, Lease, PlannedRow, StepPlan
 from services.scheduler.core.request import Request
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 
 
 def open_lease(group: Group) -> Lease | None:

@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from libs.blocks import BLOCK_SIZE, blocks_for
+from services.scheduler.core.group import Group
 from services.scheduler.core.leases import can_dispatch, grant, lookup
 from services.scheduler.core.ledger import Hit
 from services.scheduler.core.plan import PlannedOpen, PlannedRow, StepPlan
 from services.scheduler.core.request import Request, RequestEvent, RequestState, Residency, WaitReason
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 
 # Requests that may be passed over in one step, and why: what they wait for is not in the way of others.
 _MAX_ASIDE = 64

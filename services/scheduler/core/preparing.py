@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from libs.errors import TokenloomError
 from services.scheduler.core.checks import Heard, Orders
+from services.scheduler.core.group import Group
 from services.scheduler.core.plan import Effects
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 
 
 def orders(state: SchedulerState, group: Group, now_ns: int) -> Orders:

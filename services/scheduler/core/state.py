@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from libs.blocks import BLOCK_SIZE, blocks_for
+from libs.blocks import blocks_for
 from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.core.checking import Checking
 from services.scheduler.core.checks import Check, Standing
 from services.scheduler.core.counters import Counters
-from services.scheduler.core.ledger import BlockLedger
+from services.scheduler.core.group import Group, rank_of
 from services.scheduler.core.naming import private_names
-from services.scheduler.core.plan import Effects, StepPlan
+from services.scheduler.core.plan import Effects
 from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.queue import Policy, WaitingQueue
 from services.scheduler.core.request import CancelReason, Ending, Request, RequestEvent, RequestKey, RequestState, Residency, WaitReason
@@ -45,75 +45,6 @@ class Limits:
     max_live_tokens: int = 0
     chunked_prefill: bool = True
     prefix_caching: bool = True
-
-
-@dataclass(slots=True)
-class Group:
-    """One worker group: its blocks, slots, running requests in the order of their ranks, and the chain of batches in flight.
-
-    `chain_head`: the predecessor of the next batch (0: none). `broken`: a batch failed, and those behind it have not all reported;
-    `suspects` stood in it. `most_tokens`: the token budget that the worker's memory allows, once it ran out (None: it never did).
-    `closing`: slots that the worker may forget. `max_model_len`: longest sequence that it runs (None: whatever its blocks hold).
-    """
-
-    name: str
-    epoch: int
-    ledger: BlockLedger
-    free_slots: list[int]
-    max_in_flight: int = 2
-    feed_forward_distance: int = 1
-    running: list[Request] = field(default_factory=list)
-    in_flight: deque[StepPlan] = field(default_factory=deque)
-    closing: set[int] = field(default_factory=set)
-    last_number: int = 0
-    chain_head: int = 0
-    broken: bool = False
-    suspects: list[Request] = field(default_factory=list)
-    admissions: int = 0
-    most_tokens: int | None = None
-    max_model_len: int | None = None
-
-    @classmethod
-    def new(cls, name: str, epoch: int, *, num_blocks: int, num_slots: int, max_in_flight: int = 2, distance: int = 1) -> Group:
-        """A group that has just attached: empty."""
-        return cls(name, epoch, BlockLedger(num_blocks), list(range(num_slots - 1, -1, -1)), max_in_flight, distance)
-
-    @property
-    def reserve(self) -> int:
-        """Blocks that are left to those who run, to grow into."""
-        return max(1, self.ledger.num_blocks // 100) if self.running else 0
-
-    def holds(self, request: Request) -> bool:
-        """Whether the request fits this group to its last token, were it alone there."""
-        fits = self.max_model_len is None or request.most_tokens <= self.max_model_len
-        return fits and request.most_blocks <= self.ledger.num_blocks
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Longest sequence that it can hold alone."""
-        held = self.ledger.num_blocks * BLOCK_SIZE
-        return held if self.max_model_len is None else min(held, self.max_model_len)
-
-    def last_touch(self, residency: Residency) -> int:
-        """The newest batch in flight that may touch the residency's blocks; 0: none."""
-        return residency.last_batch if self.in_flight and residency.last_batch >= self.in_flight[0].number else 0
-
-    def check(self) -> None:
-        """The ledger's invariant against this group's block tables; slots against running requests. Raises LedgerError or ValueError."""
-        residencies = [request.residency for request in self.running if request.residency]
-        self.ledger.check(residency.blocks for residency in residencies)
-        used = [residency.slot for residency in residencies]
-        if len(set(used + self.free_slots)) != len(used) + len(self.free_slots):
-            raise ValueError("a slot is used twice")
-        ranks = [residency.rank for residency in residencies]
-        if ranks != sorted(ranks):
-            raise ValueError(f"running requests stand out of their order: {ranks}")
-
-
-def _rank(request: Request) -> tuple[int, int]:
-    if request.residency is None:
-        raise ValueError(f"request {request.key} holds no place")
-    return request.residency.rank
 
 
 class SchedulerState:
@@ -313,7 +244,7 @@ class SchedulerState:
         rank = self.policy.rank(request, group.admissions)
         request.residency = Residency(group.name, rank, slot, [*hits, *fresh], computed=computed, planned=computed, published=len(hits))
         request.move(RequestState.RUNNING)
-        insort(group.running, request, key=_rank)
+        insort(group.running, request, key=rank_of)
         if request.prompt_is_computed:  # it resumes with output, and the cache has its whole prompt
             self.release_children(request, now_ns)
         self._count_admission(request, computed, now_ns)
@@ -394,7 +325,7 @@ class SchedulerState:
         group.free_slots.append(residency.slot)
         if residency.opened:
             group.closing.add(residency.slot)
-        del group.running[bisect_left(group.running, residency.rank, key=_rank)]
+        del group.running[bisect_left(group.running, residency.rank, key=rank_of)]
         request.residency = None
 
     def cancel(self, key: RequestKey, reason: CancelReason, now_ns: int) -> Effects:

@@ -14,9 +14,10 @@ from libs.clock import ManualClock
 from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.tracing import TraceParent, Tracer
 from services.scheduler import spans
+from services.scheduler.core.group import Group
 from services.scheduler.core.plan import Effects
 from services.scheduler.core.request import CancelReason, Ending, Request, RequestEvent
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
 from services.scheduler.spans import RequestTrace
 from tests.support.core import add_group, make_state

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from libs.sampling import SamplingParams
 from services.scheduler.core.apply import apply
+from services.scheduler.core.group import Group
 from services.scheduler.core.plan import BatchOutcome, Effects, RowOutcome, StepOutcome, StepPlan, StepTimings
 from services.scheduler.core.planner import plan
 from services.scheduler.core.request import Request
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from tests.support.core import make_request
 
 TOKEN = 5

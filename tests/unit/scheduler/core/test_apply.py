@@ -8,11 +8,12 @@ import pytest
 
 from libs.errors import ErrorCode
 from services.scheduler.core.apply import apply, lose_group
+from services.scheduler.core.group import Group
 from services.scheduler.core.plan import BatchOutcome, Delta, RowOutcome, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.quarantine import CRASHES_ALONE
 from services.scheduler.core.request import CancelReason, Request, RequestState
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
 from tests.support.core import add_group, make_state
 from tests.unit.scheduler.core.outcomes import TOKEN, failed, not_run, ok, planned, shape, step, submit

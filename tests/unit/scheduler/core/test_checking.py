@@ -8,11 +8,12 @@ from libs.errors import ErrorCode, TokenloomError
 from libs.sampling import SamplingParams
 from services.scheduler.core.apply import apply, lose_group
 from services.scheduler.core.checks import PATIENCE_NS
+from services.scheduler.core.group import Group
 from services.scheduler.core.plan import Effects, RowOutcome
 from services.scheduler.core.planner import plan
 from services.scheduler.core.preparing import expire, orders, prepared
 from services.scheduler.core.request import CancelReason, Request, RequestState, WaitReason
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
 from tests.support.core import add_group, make_request, make_state
 from tests.support.model_constraints import multiples

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from services.scheduler.core.apply import apply, lose_group
+from services.scheduler.core.group import Group
 from services.scheduler.core.planner import plan
 from services.scheduler.core.request import Request, RequestState, WaitReason
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from tests.support.core import add_group, make_state
 from tests.unit.scheduler.core.outcomes import failed, planned, step, submit
 

@@ -7,11 +7,12 @@ import pytest
 from libs.blocks import BLOCK_SIZE
 from services.scheduler.convert import to_batch, to_cut
 from services.scheduler.core.apply import apply, close, lose_group
+from services.scheduler.core.group import Group
 from services.scheduler.core.leases import can_dispatch, cut, messages_in_flight, open_lease, wants_cut
 from services.scheduler.core.plan import BatchOutcome, Cut, RowOutcome, StepOutcome, StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.request import CancelReason, Request, RequestState
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from tests.support.core import add_group, make_state
 from tests.unit.scheduler.core.outcomes import failed, not_run, ok, planned, step, submit
 

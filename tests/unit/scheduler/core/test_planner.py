@@ -8,10 +8,11 @@ from collections import deque
 import pytest
 
 from services.scheduler.core.apply import apply
+from services.scheduler.core.group import Group
 from services.scheduler.core.plan import StepPlan
 from services.scheduler.core.planner import plan
 from services.scheduler.core.request import CancelReason, Request, RequestState, WaitReason
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from tests.support.core import add_group, make_state
 from tests.unit.scheduler.core.outcomes import failed, ok, planned, shape, step, submit
 

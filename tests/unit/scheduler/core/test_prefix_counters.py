@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from services.scheduler.core.apply import lose_group
+from services.scheduler.core.group import Group
 from services.scheduler.core.request import CancelReason, Request, RequestState
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from tests.support.core import add_group, make_state
 from tests.unit.scheduler.core.outcomes import step, submit
 

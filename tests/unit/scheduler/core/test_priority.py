@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.scheduler.core.apply import apply
+from services.scheduler.core.group import Group
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy, WaitingQueue
 from services.scheduler.core.request import Request, RequestState, WaitReason
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from tests.support.core import add_group, make_request, make_state
 from tests.unit.scheduler.core.outcomes import ok, planned, step, submit
 

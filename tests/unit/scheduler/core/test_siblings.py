@@ -6,11 +6,12 @@ import pytest
 
 from libs.blocks import BLOCK_SIZE
 from services.scheduler.core.apply import apply, lose_group
+from services.scheduler.core.group import Group
 from services.scheduler.core.planner import plan
 from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import CancelReason, Request, RequestState, WaitReason
 from services.scheduler.core.siblings import Siblings
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from tests.support.core import add_group, make_request, make_state
 from tests.unit.scheduler.core.outcomes import failed, ok, planned, shape, step, submit
 

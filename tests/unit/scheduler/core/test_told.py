@@ -11,9 +11,10 @@ from libs.errors import ErrorCode
 from libs.logprobs import PackedLogprobs
 from libs.sampling import SamplingParams
 from services.scheduler.core.apply import apply, lose_group
+from services.scheduler.core.group import Group
 from services.scheduler.core.plan import Delta, Effects, RowPositions, StepOutcome, StepPlan, Told
 from services.scheduler.core.request import Request
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from tests.support.core import add_group, make_request, make_state
 from tests.support.logprobs import told, told_all
 from tests.unit.scheduler.core.outcomes import TOKEN, failed, ok, planned, shape, step
