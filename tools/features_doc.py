@@ -36,6 +36,9 @@ FEATURES = (
     Feature("n", "`n` choices of a prompt"),
     Feature("prompt list", "several prompts in one completion"),
     Feature("stop strings", "`stop`"),
+    Feature("penalties", "`presence_penalty`, `frequency_penalty`, `repetition_penalty`"),
+    Feature("token bias", "`logit_bias`, `bad_words`, `allowed_token_ids`"),
+    Feature("logits processors", "the operator's own: entry points, `--logits-processors`, `vllm_xargs`"),
     Feature("structured output", "`response_format`, `structured_outputs`, `guided_*`"),
     Feature("streaming", "`stream`"),
     Feature("cancel", "a client leaves, at any stage"),
@@ -56,8 +59,6 @@ FEATURES = (
 )
 NOT_BUILT = (
     Feature("logprobs", "`logprobs`, `top_logprobs`, `prompt_logprobs`, `echo`"),
-    Feature("penalties", "`presence_penalty`, `frequency_penalty`, `repetition_penalty`"),
-    Feature("token bias", "`logit_bias`, `bad_words`, `allowed_token_ids`"),
     Feature("tools", "`tools`, `tool_choice`"),
     Feature("beam search", "`use_beam_search`, `best_of` other than `n`"),
     Feature("images and audio", "content parts, `modalities`, `audio`"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,6 +176,7 @@ def test_a_mixed_batch_is_processed_as_transformers_processes_each_row(asked: li
     torch.testing.assert_close(processed(asked, logits), expected, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.composes("penalties", "token bias", "structured output", "greedy", "seed")
 @settings(deadline=None, max_examples=120)
 @given(asked=batches, seed=st.integers(0, 10_000))
 def test_what_is_drawn_is_what_transformers_distribution_gives_the_same_number(asked: list[Request], seed: int):

@@ -212,6 +212,7 @@ def test_a_processor_is_not_shown_logits_that_are_not_finite():
     assert scripted.seen == []
 
 
+@pytest.mark.composes("logits processors", "greedy")
 def test_a_worker_runs_them_names_them_and_answers_for_the_failed_row_alone(tiny_llama_dir: Path):
     engine = load_engine(tiny_llama_dir, logits_processors=[f"{__name__}:Scripted"])
     assert list(engine.facts.logits_processors) == [f"{__name__}:Scripted"]

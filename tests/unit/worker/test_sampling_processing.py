@@ -138,6 +138,7 @@ def test_rows_that_ask_for_nothing_build_no_edits():
     assert np.array_equal(before.numpy(), BEST.repeat(2, 1).numpy())
 
 
+@pytest.mark.composes("penalties", "token bias", "seed", "chunked prefill")
 def test_a_request_goes_on_elsewhere_with_the_tokens_it_would_have_had(tiny_llama_dir: Path):
     engine = load_engine(tiny_llama_dir)
     params = SamplingParams(
@@ -156,7 +157,8 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_it_would_have_had(tiny_llam
     plain = Driver(engine).generate({0: prompt}, 24, sampling=SamplingParams(max_tokens=64, temperature=1.0, seed=9))[0]
     assert lived != plain
     moved = Driver(engine, seed=1)
-    rest = [moved.step([(0, len(prompt) + 10, True)], [opening(0, prompt, output=lived[:10], sampling=params)])[0]]
+    moved.step([(0, 23, False)], [opening(0, prompt, output=lived[:10], sampling=params)])
+    rest = [moved.step([(0, len(prompt) + 10 - 23, True)])[0]]
     while len(rest) < 14:
         rest.append(moved.step([(0, 1, True)])[0])
     assert rest == lived[10:]
