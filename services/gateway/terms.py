@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -32,29 +33,42 @@ def check_served(wanted: Wanted, facts: scheduler_pb2.ModelFacts) -> None:
 
 
 def constraint_of(wanted: Wanted, prompt_ids: bytes, tokens: TokenizerClient) -> Constraint | None:
-    """The constraint of a prompt's choices: behind the reasoning, where there is a parser of it and the prompt has not closed it already.
+    """The constraint of a prompt's choices: behind the reasoning, where there may be one.
 
     Raises TokenloomError UNSUPPORTED where the model has no one token that ends the reasoning.
     """
-    constraint = wanted.constraint
-    if constraint is None or wanted.shown.reasoning is None:
+    constraint, parser = wanted.constraint, wanted.shown.reasoning
+    if constraint is None or parser is None or not may_reason(wanted, prompt_ids, tokens.table):
         return constraint
-    end = reasoning_end(wanted.shown.reasoning)
+    end = reasoning_end(parser)
     if end not in tokens.added_tokens:
         message = f"{constraint.param} is not supported together with this server's reasoning parser: {end!r} is no token of this model"
         raise TokenloomError(ErrorCode.UNSUPPORTED, message, param=constraint.param)
-    marker = tokens.added_tokens[end]
-    return constraint if _ends_with(unpack_ids(prompt_ids), marker, tokens.table) else replace(constraint, begin_after=(marker,))
+    return replace(constraint, begin_after=(tokens.added_tokens[end],))
 
 
-def _ends_with(prompt: Sequence[int], marker: int, table: TextTable | None) -> bool:
-    """Whether nothing but blanks follows the marker: templates close an empty reasoning so when it is switched off."""
+def may_reason(wanted: Wanted, prompt_ids: bytes, table: TextTable | None) -> bool:
+    """Whether the output can begin with reasoning: there is a parser of it, and the prompt has not closed it already.
+
+    Templates close an empty reasoning where it is switched off; an answer that is continued may have its reasoning behind it.
+    """
+    if wanted.shown.reasoning is None:
+        return False
+    end = reasoning_end(wanted.shown.reasoning)
+    chat = wanted.prompts[0].request.chat
+    if chat.continue_final_message:
+        return end not in json.loads(chat.messages_json)[-1]["content"]
+    return table is None or not _tail(unpack_ids(prompt_ids), table, len(end)).endswith(end.encode())
+
+
+def _tail(prompt: Sequence[int], table: TextTable, count: int) -> bytes:
+    """What a prompt ends with, blanks aside: `count` bytes or more, where it has so many."""
+    tail = b""
     for token_id in reversed(prompt):
-        if token_id == marker:
-            return True
-        if table is None or table.token_bytes(token_id).strip():
-            return False
-    return False
+        tail = (table.token_bytes(token_id) + tail).rstrip()
+        if len(tail) >= count:
+            break
+    return tail
 
 
 def keeps_special_tokens(wanted: Wanted, tokens: TokenizerClient) -> bool:

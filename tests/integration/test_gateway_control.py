@@ -321,6 +321,23 @@ async def test_a_constraint_begins_behind_the_reasoning_unless_the_prompt_has_cl
             assert (THINK_END in unpack_ids(submit.prompt_ids)) == ("</think>" in content)
 
 
+@pytest.mark.composes("reasoning", "continued messages")
+@together
+async def test_text_is_no_reasoning_where_the_prompt_has_closed_it(tmp_path_factory):
+    """deepseek_r1 takes the output to begin within the reasoning, unless it cannot."""
+    async with running_gateway(
+        tmp_path_factory.mktemp("closed"), FakeScheduler(say("so</think>done")), reasoning_parser="deepseek_r1"
+    ) as running:
+        for content, continued, expected in (
+            ("hi", False, ("so", "done")),
+            ("</think>\n\n", False, (None, "so</think>done")),
+            ("<think>a", True, ("so", "done")),
+            ("<think>a</think>b", True, (None, "so</think>done")),
+        ):
+            message = (await running.chat(content, continue_final_message=continued)).json()["choices"][0]["message"]
+            assert (message.get("reasoning_content"), message["content"]) == expected, content
+
+
 @pytest.mark.refuses("structured output", reason="where a reasoning parser's end is no token of the model")
 @together
 async def test_a_constraint_that_could_never_begin_is_refused(tmp_path_factory):

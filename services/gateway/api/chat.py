@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.gateway.api.chat_writer import ChatWriter
 from services.gateway.api.decode import decode_chat
 from services.gateway.api.endpoint import Api
@@ -12,7 +14,7 @@ from services.gateway.api.validate import want_chat
 from services.gateway.api.writers import Form, Writer
 from services.gateway.mesh import Mesh
 from services.gateway.parsers.factory import new_parser, reasoning_end
-from services.gateway.terms import keeps_special_tokens
+from services.gateway.terms import keeps_special_tokens, may_reason
 from services.gateway.wanted import Wanted
 
 
@@ -23,6 +25,8 @@ def _read(body: bytearray, mesh: Mesh, label: str) -> Wanted:
 
 def _writer(form: Form, mesh: Mesh) -> Writer:
     shown, tokens = form.wanted.shown, mesh.tokenizers
+    if not may_reason(form.wanted, form.choices[0].prompt_ids, tokens.table):
+        shown = replace(shown, reasoning=None)
     # Special tokens that stay in the text for the parser's sake alone are nothing for the client.
     for_parser = keeps_special_tokens(form.wanted, tokens) and not shown.keep_special_tokens
     hidden = tokens.special_tokens if for_parser else frozenset[str]()
