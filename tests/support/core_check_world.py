@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from libs.errors import ErrorCode, TokenloomError
-from services.scheduler.core.checks import PATIENCE_NS, RETRY_NS
+from services.scheduler.core.checks import PATIENCE_NS, REFUSAL_NS, RETRY_NS
 from services.scheduler.core.preparing import expire, orders, prepared
 from services.scheduler.core.request import RequestState
 from tests.support.core_clients import Client
@@ -39,6 +39,7 @@ class CheckWorld(LeaseWorld):
             assert ask.id not in rig.about, "a number is used twice"
             rig.about[ask.id] = ask.constraint
             rig.said.pop(ask.constraint, None)
+            rig.void.pop(ask.constraint, None)
             self.seen["asked"] += 1
         rig.owed.update(ask.id for ask in told.prepares)
         rig.prepares.extend(told.prepares)
@@ -84,6 +85,8 @@ class CheckWorld(LeaseWorld):
         if counts:
             rig.owed.remove(answer.id)
             rig.said[rig.about[answer.id]] = error
+            if error is not None:
+                rig.void[rig.about[answer.id]] = self.now + (RETRY_NS if error.code is ErrorCode.CONSTRAINT_BUSY else REFUSAL_NS)
         heard, effects = prepared(self.state, rig.group, answer.id, error, self.now)
         assert (heard is not None) == counts, "an answer that nobody waited for counted, or the other way round"
         assert self.state.counters.stale_prepared == stale + (not counts)
@@ -98,10 +101,11 @@ class CheckWorld(LeaseWorld):
     def lose_patience(self) -> None:
         """So much time passes that everything that is owed has failed."""
         for rig in self.rigs.values():
-            self._retry(rig)
+            self._retry(rig, self.now + PATIENCE_NS)
             for ask in [ask for ask in rig.owed if self._is_wanted(rig, ask)]:
                 rig.owed.remove(ask)
                 rig.said[rig.about[ask]] = TokenloomError(ErrorCode.QUEUE_FULL, "final")
+                rig.void[rig.about[ask]] = self.now + PATIENCE_NS + REFUSAL_NS
                 self.seen["patience lost"] += 1
         self._take(expire(self.state, self.now + PATIENCE_NS))
         self.check()
@@ -109,15 +113,16 @@ class CheckWorld(LeaseWorld):
     def retry(self) -> None:
         """A little time passes: who was busy is asked again."""
         for rig in self.rigs.values():
-            self._retry(rig)
+            self._retry(rig, self.now + RETRY_NS)
         self._take(expire(self.state, self.now + RETRY_NS))
         self.check()
 
-    def _retry(self, rig: Rig) -> None:
-        for constraint, error in list(rig.said.items()):
-            if error is not None and error.code is ErrorCode.CONSTRAINT_BUSY:
-                del rig.said[constraint]
-                self.seen["busy, asked again"] += 1
+    def _retry(self, rig: Rig, at: int) -> None:
+        for constraint in [constraint for constraint, due in rig.void.items() if due <= at]:
+            error = rig.said.pop(constraint)
+            del rig.void[constraint]
+            busy = error is not None and error.code is ErrorCode.CONSTRAINT_BUSY
+            self.seen["busy, asked again" if busy else "refused, asked again"] += 1
 
     def look_at_ending(self, client: Client) -> None:
         """A constraint's refusal counts only where every group that holds the request has refused, and none of them was merely busy where

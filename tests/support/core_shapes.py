@@ -67,7 +67,7 @@ class Rig:
     `plans`: those of the steps that the worker was given, by number; `cuts`: not arrived yet; `asked`: first numbers of leases with a cut.
     `broken`: a batch failed or was refused, and the next one that runs must name no predecessor.
     Constraints: `prepares` wait for the worker's compiler, `verdicts` are on their way back; `owed`: ids that the core waits for, what each
-    is `about`, and what the core has heard (`said`: the error, None: it is ready).
+    is `about`, what the core has heard (`said`: the error, None: it is ready), and when an error is `void` and asked about again.
     """
 
     group: Group
@@ -83,6 +83,7 @@ class Rig:
     owed: set[int] = field(default_factory=set)
     about: dict[int, Constraint] = field(default_factory=dict)
     said: dict[Constraint, TokenloomError | None] = field(default_factory=dict)
+    void: dict[Constraint, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.runner = LeaseRunner(self.worker)

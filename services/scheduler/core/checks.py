@@ -1,7 +1,7 @@
 """What is compiled where: constraints that live requests want, by group, and what each group must be told of them. Knows no requests.
 
     want     somebody needs a constraint: every attached group that has not been asked is asked with its next `orders`
-    answer   a group has it (READY), never will (FAILED) or asks for patience (BUSY: asked again a little later)
+    answer   a group has it (READY), has refused it (FAILED) or had no room for it (BUSY: asked again soon; FAILED: much later)
     release  nobody needs it any more: it stays, idle, until `MOST_IDLE` others were used since; then groups may forget it
 
 An ask has a number of its own, never used again, so that an answer to one that was withdrawn is told apart.
@@ -18,7 +18,7 @@ from libs.errors import ErrorCode, TokenloomError
 
 # Constraints that nobody wants and that groups still keep compiled, and bytes of their texts.
 MOST_IDLE, MOST_IDLE_BYTES = 256, 32 << 20
-# How long (ns) a group may owe its answer; how long after it was busy it is asked again; how long its refusal stands for newcomers.
+# How long (ns) a group may owe its answer; how long after it was busy, or has refused, it is asked again for who wants it then.
 PATIENCE_NS, RETRY_NS, REFUSAL_NS = 60_000_000_000, 1_000_000_000, 30_000_000_000
 
 
@@ -79,12 +79,12 @@ class Heard:
 
 @dataclass(slots=True)
 class _Bench:
-    """One group's side. `asked`: asks without an answer, oldest first, by id; `unasked`: to be asked; `forgets`: ids that may go once the
-    step beside them is over (None: it is not known yet which step that is)."""
+    """One group's side. `asked`: asks without an answer, oldest first, by id; `unasked`: to be asked; `again`: when (ns) an answer other
+    than READY is void; `forgets`: ids that may go once the step beside them is over (None: it is not known yet which step that is)."""
 
     answers: dict[Check, Answer] = field(default_factory=dict)
     asked: dict[int, Check] = field(default_factory=dict)
-    busy: dict[Check, None] = field(default_factory=dict)
+    again: dict[Check, int] = field(default_factory=dict)
     unasked: dict[Check, None] = field(default_factory=dict)
     forgets: deque[tuple[int | None, int]] = field(default_factory=deque)
 
@@ -109,7 +109,7 @@ class Checks:
         """Asks that groups owe an answer to."""
         return sum(len(bench.asked) for bench in self._benches.values())
 
-    def want(self, constraint: Constraint, now_ns: int) -> Check:
+    def want(self, constraint: Constraint) -> Check:
         """One more live request needs it."""
         check = self._table.get(constraint)
         if check is None:
@@ -117,19 +117,11 @@ class Checks:
         elif not check.wanted:
             del self._idle[check]
             self._idle_bytes -= check.size
-            self._forgive(check, now_ns)
         check.wanted += 1
         for bench in self._benches.values():
             if check not in bench.answers:
                 bench.unasked[check] = None
         return check
-
-    def _forgive(self, check: Check, now_ns: int) -> None:
-        """A refusal that is old may have been a bad moment's."""
-        for bench in self._benches.values():
-            answer = bench.answers.get(check)
-            if answer is not None and answer.standing is Standing.FAILED and now_ns - answer.since_ns >= REFUSAL_NS:
-                del bench.answers[check]
 
     def release(self, check: Check) -> None:
         """One live request less needs it. Those that were idle longest leave the table beyond its bounds."""
@@ -147,7 +139,7 @@ class Checks:
         del self._table[check.constraint]
         for bench in self._benches.values():
             bench.unasked.pop(check, None)
-            bench.busy.pop(check, None)
+            bench.again.pop(check, None)
             answer = bench.answers.pop(check, None)
             if answer is not None and answer.standing in (Standing.ASKED, Standing.READY):
                 bench.asked.pop(answer.id, None)
@@ -214,12 +206,13 @@ class Checks:
         if error is not None:
             standing = Standing.BUSY if error.code is ErrorCode.CONSTRAINT_BUSY else Standing.FAILED
         bench.answers[check] = Answer(standing, ask, now_ns, error)
-        if standing is Standing.BUSY:
-            bench.busy[check] = None
+        if error is not None:
+            bench.again[check] = now_ns + (RETRY_NS if standing is Standing.BUSY else REFUSAL_NS)
         return Heard(check, took)
 
     def expire(self, now_ns: int) -> list[Check]:
-        """What time alone changes: asks whose patience is over have failed, and those who were busy are asked again. Which have failed."""
+        """What time alone changes: asks whose patience is over have failed (returned), and groups that were busy, or refused long ago, are
+        asked again: a refusal may have been a bad moment's."""
         failed: list[Check] = []
         for bench in self._benches.values():
             for ask, check in list(bench.asked.items()):
@@ -229,10 +222,11 @@ class Checks:
                 error = TokenloomError(ErrorCode.CONSTRAINT_BUSY, message, retry_after_ms=REFUSAL_NS // 1_000_000)
                 del bench.asked[ask]
                 bench.answers[check] = Answer(Standing.FAILED, ask, now_ns, error)
+                bench.again[check] = now_ns + REFUSAL_NS
                 bench.forgets.append((None, ask))
                 failed.append(check)
-            for check in [check for check in bench.busy if now_ns - bench.answers[check].since_ns >= RETRY_NS]:
-                del bench.busy[check], bench.answers[check]
+            for check in [check for check, due in bench.again.items() if due <= now_ns]:
+                del bench.again[check], bench.answers[check]
                 bench.unasked[check] = None
         return failed
 
@@ -253,5 +247,5 @@ class Checks:
             if asked != {check: ask for ask, check in bench.asked.items()}:
                 raise ValueError(f"{group} owes answers that nobody waits for, or the other way round")
             known = set(self._table.values())
-            if not (bench.answers.keys() <= known and bench.unasked.keys() <= known and bench.busy.keys() <= bench.answers.keys()):
+            if not (bench.answers.keys() <= known and bench.unasked.keys() <= known and bench.again.keys() <= bench.answers.keys()):
                 raise ValueError(f"{group} holds constraints that the table does not")

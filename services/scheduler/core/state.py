@@ -129,7 +129,7 @@ class SchedulerState:
         if request.attempt and (cached := self._counted.pop(request.key, None)) is not None:
             request.cached_tokens, request.counted = cached, True
         if request.constraint is not None:
-            request.check = self.checking.checks.want(request.constraint, request.timeline.received_ns)
+            request.check = self.checking.checks.want(request.constraint)
             # One copy of the text, however many requests came with it.
             request.constraint = replace(request.constraint, texts=request.check.constraint.texts)
         self._enqueue(request)

@@ -22,16 +22,16 @@ def tell(table: Checks, group: str = "g", now: int = 0, *, sent: int = 0, settle
 
 def test_a_group_is_asked_once_for_what_many_want():
     table = Checks()
-    check = table.want(THREES, 0)
+    check = table.want(THREES)
     assert tell(table) == ([1], [])
-    assert table.want(multiples(3, 5, param="elsewhere"), 0) is check
+    assert table.want(multiples(3, 5, param="elsewhere")) is check
     assert tell(table) == ([], [])
     assert (len(table), check.wanted, table.unanswered) == (1, 2, 1)
 
 
 def test_each_group_is_asked_and_answers_for_itself():
     table = Checks()
-    check = table.want(THREES, 0)
+    check = table.want(THREES)
     assert tell(table, "a") == ([1], [])
     assert tell(table, "b") == ([2], [])
     assert table.answered("a", 1, None, 5) is not None
@@ -47,14 +47,14 @@ def test_each_group_is_asked_and_answers_for_itself():
 
 def test_a_constraint_that_begins_elsewhere_is_another_one():
     table = Checks()
-    table.want(THREES, 0)
-    table.want(multiples(3, 5, begin_after=(9,)), 0)
+    table.want(THREES)
+    table.want(multiples(3, 5, begin_after=(9,)))
     assert tell(table) == ([1, 2], [])
 
 
 def test_an_answer_counts_once_and_says_how_long_it_took():
     table = Checks()
-    check = table.want(THREES, 0)
+    check = table.want(THREES)
     tell(table, now=10)
     heard = table.answered("g", 1, None, 25)
     assert heard is not None
@@ -67,21 +67,21 @@ def test_an_answer_counts_once_and_says_how_long_it_took():
 
 def test_a_refusal_stands_for_a_while_and_is_asked_about_anew_afterwards():
     table = Checks()
-    check = table.want(THREES, 0)
+    check = table.want(THREES)
     tell(table)
     table.answered("g", 1, INVALID, 100)
     assert (table.standing(check, "g"), table.error(check, "g")) == (Standing.FAILED, INVALID)
+    table.expire(99 + REFUSAL_NS)
     table.release(check)
-    assert table.want(THREES, 99 + REFUSAL_NS) is check
-    assert tell(table) == ([], [])
-    table.release(check)
-    table.want(THREES, 100 + REFUSAL_NS)
+    assert table.want(THREES) is check
+    assert (table.standing(check, "g"), tell(table)) == (Standing.FAILED, ([], []))
+    table.expire(100 + REFUSAL_NS)
     assert (table.standing(check, "g"), tell(table)) == (Standing.ASKED, ([2], []))
 
 
 def test_a_busy_group_is_asked_again_a_little_later_if_somebody_still_wants_it():
     table = Checks()
-    wanted, released = table.want(THREES, 0), table.want(SEVENS, 0)
+    wanted, released = table.want(THREES), table.want(SEVENS)
     tell(table)
     table.answered("g", 1, BUSY, 100)
     table.answered("g", 2, BUSY, 100)
@@ -90,13 +90,13 @@ def test_a_busy_group_is_asked_again_a_little_later_if_somebody_still_wants_it()
     assert table.standing(wanted, "g") is Standing.BUSY
     table.expire(100 + RETRY_NS)
     assert tell(table) == ([3], [])
-    table.want(SEVENS, 0)
+    table.want(SEVENS)
     assert tell(table) == ([4], [])
 
 
 def test_a_group_that_owes_an_answer_for_too_long_has_refused_and_may_forget():
     table = Checks()
-    check = table.want(THREES, 0)
+    check = table.want(THREES)
     tell(table, now=50)
     assert table.expire(49 + PATIENCE_NS) == []
     assert table.expire(50 + PATIENCE_NS) == [check]
@@ -110,7 +110,7 @@ def test_a_group_that_owes_an_answer_for_too_long_has_refused_and_may_forget():
 
 def test_the_one_that_is_idle_longest_is_forgotten_first_and_never_one_that_is_wanted():
     table = Checks(most_idle=1)
-    old, wanted, new = (table.want(multiples(of, 5), 0) for of in (2, 3, 5))
+    old, wanted, new = (table.want(multiples(of, 5)) for of in (2, 3, 5))
     tell(table)
     for ask in (1, 2, 3):
         table.answered("g", ask, None, 0)
@@ -124,12 +124,12 @@ def test_the_one_that_is_idle_longest_is_forgotten_first_and_never_one_that_is_w
 
 def test_who_comes_back_while_a_constraint_is_idle_finds_it_compiled():
     table = Checks(most_idle=1)
-    check = table.want(THREES, 0)
+    check = table.want(THREES)
     tell(table)
     table.answered("g", 1, None, 0)
     table.release(check)
-    assert table.want(THREES, 0) is check
-    table.release(table.want(SEVENS, 0))
+    assert table.want(THREES) is check
+    table.release(table.want(SEVENS))
     assert table.standing(check, "g") is Standing.READY
 
 
@@ -137,14 +137,14 @@ def test_long_texts_fill_the_table_sooner(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "MOST_IDLE_BYTES", 5)
     table = Checks()
     for of in (2, 3):  # three bytes each
-        table.release(table.want(multiples(of, 5), 0))
+        table.release(table.want(multiples(of, 5)))
     assert len(table) == 1
     table.check({})
 
 
 def test_a_constraint_is_forgotten_only_when_the_steps_sent_before_are_over():
     table = Checks(most_idle=0)
-    check = table.want(THREES, 0)
+    check = table.want(THREES)
     tell(table)
     table.answered("g", 1, None, 0)
     table.release(check)
@@ -156,18 +156,18 @@ def test_a_constraint_is_forgotten_only_when_the_steps_sent_before_are_over():
 def test_an_ask_of_one_that_left_the_table_is_withdrawn():
     table = Checks(most_idle=0)
     tell(table)
-    check = table.want(THREES, 0)
+    check = table.want(THREES)
     tell(table)
     table.release(check)
     assert table.unanswered == 0
     assert table.answered("g", 1, None, 0) is None
-    table.want(THREES, 0)
+    table.want(THREES)
     assert tell(table) == ([2], [1])
 
 
 def test_a_group_that_was_lost_knows_nothing_and_is_asked_only_for_what_is_wanted():
     table = Checks()
-    wanted, idle = table.want(THREES, 0), table.want(SEVENS, 0)
+    wanted, idle = table.want(THREES), table.want(SEVENS)
     tell(table)
     table.answered("g", 1, None, 0)
     table.release(idle)
@@ -181,6 +181,6 @@ def test_a_group_that_was_lost_knows_nothing_and_is_asked_only_for_what_is_wante
 @pytest.mark.parametrize("wanted", [{}, {Check(THREES): 1}])
 def test_the_table_is_compared_with_the_live_requests(wanted: dict[Check, int]):
     table = Checks()
-    table.want(THREES, 0)
+    table.want(THREES)
     with pytest.raises(ValueError, match="wanted by others"):
         table.check(wanted)
