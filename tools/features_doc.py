@@ -40,6 +40,9 @@ FEATURES = (
     Feature("token bias", "`logit_bias`, `bad_words`, `allowed_token_ids`"),
     Feature("logits processors", "the operator's own: entry points, `--logits-processors`, `vllm_xargs`"),
     Feature("structured output", "`response_format`, `structured_outputs`, `guided_*`"),
+    Feature("logprobs", "`logprobs`, `top_logprobs`, `prompt_logprobs`, `echo`"),
+    Feature("tools", "`tools`, `tool_choice`"),
+    Feature("reasoning", "`--reasoning-parser`"),
     Feature("streaming", "`stream`"),
     Feature("cancel", "a client leaves, at any stage"),
     Feature("deadline", "`timeout`, `--request-timeout`"),
@@ -58,9 +61,7 @@ FEATURES = (
     Feature("several gateways", "more than one session"),
 )
 NOT_BUILT = (
-    Feature("logprobs", "`logprobs`, `top_logprobs`, `prompt_logprobs`, `echo`"),
-    Feature("tools", "`tools`, `tool_choice`"),
-    Feature("beam search", "`use_beam_search`, `best_of` other than `n`"),
+    Feature("beam search", "`use_beam_search`"),
     Feature("images and audio", "content parts, `modalities`, `audio`"),
     Feature("LoRA", "`lora_request`, `adapter`"),
 )

@@ -175,7 +175,6 @@ async def test_special_tokens_and_documents_reach_the_tokenizer(gateway):
     assert variables == {"documents": [{"title": "t", "text": "x"}], "reasoning_effort": "none", "enable_thinking": False}
 
 
-@pytest.mark.composes("client's chat template", "operator's consent")
 @together
 async def test_a_trusted_template_reaches_the_tokenizer(tmp_path_factory):
     async with running_gateway(tmp_path_factory.mktemp("trust"), trust_request_chat_template=True) as running:
@@ -321,7 +320,6 @@ async def test_a_constraint_begins_behind_the_reasoning_unless_the_prompt_has_cl
             assert (THINK_END in unpack_ids(submit.prompt_ids)) == ("</think>" in content)
 
 
-@pytest.mark.composes("reasoning", "continued messages")
 @together
 async def test_text_is_no_reasoning_where_the_prompt_has_closed_it(tmp_path_factory):
     """deepseek_r1 takes the output to begin within the reasoning, unless it cannot."""
