@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from services.worker.constraints.expressions import Chars, Choice, Expression, Ranges, Repeat, Rule, RuleSet, Sequence
 
 _PLAIN = frozenset(map(ord, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 _"))
@@ -18,6 +20,21 @@ def regex_of(expression: Expression) -> str:
             return f"(?:{'|'.join(map(regex_of, items))})"
         case Repeat(item, least, most):
             return f"(?:{regex_of(item)}){_counts(least, most)}"
+        case Rule(name):
+            raise ValueError(f"rule {name} is not written out")
+
+
+def xgrammar_regex_of(expression: Expression) -> str:
+    """A regular expression in xgrammar's syntax, for an expression without references."""
+    match expression:
+        case Chars(ranges):
+            return _class(ranges, lambda code: f"\\u{code:04X}" if code < 0x10000 else f"\\u{{{code:X}}}")
+        case Sequence(items):
+            return "".join(map(xgrammar_regex_of, items))
+        case Choice(items):
+            return f"({'|'.join(map(xgrammar_regex_of, items))})"
+        case Repeat(item, least, most):
+            return f"({xgrammar_regex_of(item)}){_counts(least, most)}"
         case Rule(name):
             raise ValueError(f"rule {name} is not written out")
 
@@ -68,18 +85,15 @@ def _counts(least: int, most: int | None) -> str:
 
 
 def _rust_class(ranges: Ranges) -> str:
-    def spell(code: int) -> str:
-        return chr(code) if code in _PLAIN else f"\\x{{{code:X}}}"
-
-    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-        return spell(ranges[0][0])
-    return f"[{''.join(spell(low) if low == high else f'{spell(low)}-{spell(high)}' for low, high in ranges)}]"
+    return _class(ranges, lambda code: f"\\x{{{code:X}}}")
 
 
 def _ebnf_class(ranges: Ranges) -> str:
+    return _class(ranges, lambda code: f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}")
+
+
+def _class(ranges: Ranges, escape: Callable[[int], str]) -> str:
     def spell(code: int) -> str:
-        if code in _PLAIN:
-            return chr(code)
-        return f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
+        return chr(code) if code in _PLAIN else escape(code)
 
     return f"[{''.join(spell(low) if low == high else f'{spell(low)}-{spell(high)}' for low, high in ranges)}]"

@@ -1,0 +1,132 @@
+"""The backend `xgrammar`: a pushdown automaton whose masks are computed while compiling, which is what crosses to the worker.
+
+The library ignores much of JSON Schema and writes some strings that are no JSON; services.worker.constraints.xgrammar_schemas refuses the
+one and spells the other, so that its outputs are instances of the client's schema too.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import xgrammar
+
+from libs.constraints import Constraint, ConstraintKind
+from libs.models.directory import ModelDirectory
+from services.worker.constraints.base import MatcherBroken, Words, refused
+from services.worker.constraints.ebnf import is_ebnf, read_ebnf
+from services.worker.constraints.expressions import RuleSet, check, one_of
+from services.worker.constraints.regexes import read_regex
+from services.worker.constraints.schemas import read_schema
+from services.worker.constraints.spelling import ebnf_of
+from services.worker.constraints.vocabulary import Vocabulary, read_vocabulary
+from services.worker.constraints.xgrammar_schemas import for_xgrammar
+
+# White space between JSON tokens: at most so many characters, as with the other backend.
+WHITE_SPACE = 8
+
+
+class XgrammarMatcher:
+    """See Matcher."""
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher, outside: Words) -> None:
+        """`outside`: bits of a mask that stand for no id, which the library sets."""
+        self._matcher = matcher
+        self._outside = outside
+
+    def fill(self, words: Words) -> None:
+        """See Matcher."""
+        self._matcher.fill_next_token_bitmask(words.reshape(1, -1), 0)
+        words &= ~self._outside
+
+    def accept(self, token: int) -> None:
+        """See Matcher."""
+        if not self._matcher.accept_token(token):
+            raise MatcherBroken(f"token {token} is not allowed")
+
+    @property
+    def may_end(self) -> bool:
+        """See Matcher."""
+        return bool(self._matcher.is_completed())
+
+
+class XgrammarGrammar:
+    """See Grammar."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, outside: Words) -> None:
+        self._compiled, self._outside = compiled, outside
+        self.size = int(compiled.memory_size_bytes)
+
+    def matcher(self) -> XgrammarMatcher:
+        """See Grammar."""
+        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._outside)
+
+
+class XgrammarBackend:
+    """See Backend."""
+
+    name = "xgrammar"
+
+    def __init__(self, model: ModelDirectory) -> None:
+        """Raises TokenloomError(UNSUPPORTED) when the model's tokenizer cannot be read."""
+        vocabulary = read_vocabulary(model)
+        self.vocab_size = vocabulary.size
+        self._info = _tokenizer_info(vocabulary)
+        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        self._outside = _bits_from(vocabulary.size)
+
+    def compile(self, constraint: Constraint) -> bytes:
+        """See Backend."""
+        try:
+            return str(self._compiled(constraint).serialize_json()).encode()
+        except (RuntimeError, ValueError) as error:
+            raise refused(_reason(error)) from error
+
+    def load(self, compiled: bytes) -> XgrammarGrammar:
+        """See Backend."""
+        return XgrammarGrammar(xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._info), self._outside)
+
+    def _compiled(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
+        match constraint.kind:
+            case ConstraintKind.JSON_SCHEMA:
+                return self._json(for_xgrammar(read_schema(constraint.text)), compact=constraint.compact)
+            case ConstraintKind.JSON_OBJECT:
+                return self._json({"type": "object"}, compact=constraint.compact)
+            case ConstraintKind.REGEX:
+                return self._rules(read_regex(constraint.text))
+            case ConstraintKind.CHOICE:
+                return self._compiler.compile_grammar(ebnf_of(RuleSet({"root": one_of(constraint.texts)})))
+            case ConstraintKind.GRAMMAR if is_ebnf(constraint.text):
+                return self._rules(read_ebnf(constraint.text))
+            case ConstraintKind.GRAMMAR:
+                return self._compiler.compile_lark(constraint.text)
+            case ConstraintKind.STRUCTURAL_TAG:
+                raise refused("structural tags are not supported")
+
+    def _rules(self, rules: RuleSet) -> xgrammar.CompiledGrammar:
+        check(rules)
+        return self._compiler.compile_grammar(ebnf_of(rules))
+
+    def _json(self, schema: object, *, compact: bool) -> xgrammar.CompiledGrammar:
+        """`strict_mode` would forbid properties that a schema does not mention, against what JSON Schema says."""
+        spaces = {"any_whitespace": False, "separators": (",", ":")} if compact else {"max_whitespace_cnt": WHITE_SPACE}
+        return self._compiler.compile_json_schema(json.dumps(schema), strict_mode=False, **spaces)
+
+
+def _tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
+    """Ids without bytes are what the library takes for special ones: they match no text."""
+    tokens = [b"" if index in vocabulary.special else token for index, token in enumerate(vocabulary.tokens)]
+    return xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.endings))
+
+
+def _bits_from(size: int) -> Words:
+    """A mask's bits from `size` on."""
+    bits = np.zeros(-(-size // 32) * 32, np.uint8)
+    bits[size:] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _reason(error: Exception) -> str:
+    """The library's sentence, without the place in its sources."""
+    text = str(error).strip().partition("\n")[0]
+    return text.rpartition(".cc:")[2].partition(": ")[2] or text
