@@ -16,14 +16,13 @@ from libs.models.directory import ModelDirectory
 from libs.models.llama_config import LlamaConfig
 from libs.sampling import SamplingParams
 from libs.telemetry.logs import get_logger
-from services.worker import facts, host, kv_cache, numerics, weights
+from services.worker import facts, host, kv_cache, logprobs, numerics, weights
 from services.worker.batch import Batch, Opening, Row
 from services.worker.config import WorkerConfig
+from services.worker.logprobs import Told
 from services.worker.models.registry import build
 from services.worker.ops.base import HeadShape, Step
-from services.worker.sampling import logprobs
 from services.worker.sampling.custom import CustomProcessor, load_processors
-from services.worker.sampling.logprobs import Told
 from services.worker.sampling.sampler import sample
 from services.worker.slots import Limits, SlotTable, StagedRow
 from services.worker.step_inputs import build_inputs, build_mask, build_sampling

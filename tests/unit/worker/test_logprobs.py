@@ -20,8 +20,8 @@ from libs.errors import ErrorCode, TokenloomError
 from libs.logprobs import PackedLogprobs, TokenLogprobs
 from services.worker.batch import Row
 from services.worker.engine import Engine, Executed
+from services.worker.logprobs import Kept, of_tokens, top
 from services.worker.ops.base import MOST_AGAIN
-from services.worker.sampling.logprobs import Kept, of_tokens, top
 from services.worker.slots import SlotTable
 from tests.support.tiny_llama import make_tiny_llama
 from tests.unit.worker.helpers import GREEDY, LIMITS, batch, load_engine, opening, row
