@@ -27,7 +27,6 @@ MAX_ALLOWED = 262_144
 # What OpenAI and vLLM give a completion whose request is silent.
 COMPLETION_MAX_TOKENS = 16
 _XARG = (str, int, float)
-# One spelling per id, or "5" and "05" would be two biases of one.
 _ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -125,13 +124,21 @@ def _ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """Checked as a whole first: there may be as many as the vocabulary has ids."""
     check_count("logit_bias", len(bias), MAX_BIASES, "ids")
-    for key, value in bias.items():
-        if not _ID.fullmatch(key) or int(key) not in UINT32:
-            raise invalid(f"logit_bias: {key[:20]!r} is not a token id", "logit_bias")
-        if not -MAX_BIAS <= value <= MAX_BIAS:
-            check(f"logit_bias.{key}", value, False, f"in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
-    return tuple((int(key), value) for key, value in bias.items() if value)
+    values = bias.values()
+    if bias and not -MAX_BIAS <= min(values) <= max(values) <= MAX_BIAS:
+        key, value = next((key, value) for key, value in bias.items() if abs(value) > MAX_BIAS)
+        check(f"logit_bias.{key[:20]}", value, False, f"in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
+    try:
+        ids = [*map(int, bias)]
+    except ValueError:
+        ids = []
+    # One spelling per id, or "5" and "05" would be two biases of one.
+    if [*map(str, ids)] != [*bias] or (bias and not (min(ids) >= 0 and max(ids) in UINT32)):
+        wrong = next(key for key in bias if not (_ID.fullmatch(key) and int(key) in UINT32))
+        raise invalid(f"logit_bias: {wrong[:20]!r} is not a token id", "logit_bias")
+    return tuple((token_id, value) for token_id, value in zip(ids, values, strict=True) if value)
 
 
 def bad_words_of(request: GenerationRequest) -> list[str]:
