@@ -154,3 +154,42 @@ async def test_steps_are_dispatched_before_the_previous_one_has_ended(mesh: Mesh
     steps = after["tokenloom:dispatch_lead_seconds_count"] - before["tokenloom:dispatch_lead_seconds_count"]
     behind = after['tokenloom:dispatch_lead_seconds_bucket{le="0.0005"}'] - before['tokenloom:dispatch_lead_seconds_bucket{le="0.0005"}']
     assert steps - behind > steps / 4, "many steps should be planned and sent while the previous one runs"
+
+
+TOWN = {"type": "object", "properties": {"town": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": TOWN}}
+
+
+async def test_what_tokenize_counts_is_what_a_request_is_charged_and_detokenize_spells_it(mesh: Mesh) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Paris"}'}}
+    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "call_1", "content": "rain"})
+    chat = {"messages": messages, "tools": [WEATHER]}
+    async with mesh.client() as client:
+        counted = (await client.post("/tokenize", json=chat)).json()
+        spelled = (await client.post("/detokenize", json={"tokens": counted["tokens"]})).json()["prompt"]
+        answer = (await client.post("/v1/chat/completions", json=body(mesh, **chat, max_tokens=1))).json()
+    assert counted["count"] == len(counted["tokens"]) == answer["usage"]["prompt_tokens"]
+    assert counted["max_model_len"] == 8192
+    system, user, assistant, result, opening = spelled.split("<|im_start|>")[1:]
+    assert json.dumps(WEATHER) in system
+    assert user == f"user\n{QUESTION[0]['content']}<|im_end|>\n"
+    assert '<tool_call>\n{"name": "weather", "arguments": {"town": "Paris"}}\n</tool_call>' in assistant
+    assert result == "user\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
+    assert opening == "assistant\n"
+
+
+async def test_the_command_line_chats_and_completes(mesh: Mesh) -> None:
+    async def run(*arguments: str, stdin: str = "") -> str:
+        command = [sys.executable, "-m", "cli.main", *arguments, f"--url={mesh.url}/v1", "--temperature=0"]
+        done = await asyncio.to_thread(subprocess.run, command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    chat, completion = await asyncio.gather(
+        run("chat", "--max-tokens=32", stdin=f"{QUESTION[0]['content']}\n/stats\n"),
+        run("complete", "-", "--max-tokens=4", stdin="The capital of France is"),
+    )
+    assert "Paris" in chat
+    assert "tokens/s" not in chat
+    assert "Paris" in completion

@@ -276,3 +276,14 @@ def test_a_file_of_tools_must_hold_a_list(scripted, tmp_path: Path, content):
     result = CliRunner().invoke(app, ["chat", "Hi", f"--tools={tmp_path / 't.json'}"])
     assert result.exit_code == 1
     assert "t.json" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["chat", "Hi"], ["chat"]])
+def test_ctrl_c_in_a_script_is_exit_code_130_after_what_had_come(scripted, arguments):
+    def interrupted():
+        yield delta(content="so far")
+        raise KeyboardInterrupt
+
+    scripted(streams(interrupted()))
+    result = CliRunner().invoke(app, arguments, input="Hi\nagain\n")
+    assert (result.exit_code, result.stdout) == (130, "so far\n")
