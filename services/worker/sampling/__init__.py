@@ -1,4 +1,6 @@
-"""From logits to token ids: a fixed order of filters and draws that depend on nothing but their own request.
+"""From logits to token ids: a fixed order of processors, filters and draws that depend on nothing but their own request.
 
-Owns: `draws` (the counter-based generator), `sampler` (filters and choice, batched). Does not own: when a request stops.
+Owns: `rows` (what a step's rows ask for), `steering` (what a slot remembers of it), `processing` (processors, batched), `custom` (the
+operator's), `mask` (the grammar's), `sampler` (filters and choice, batched), `draws` (the counter-based generator).
+Does not own: when a request stops, what a grammar allows.
 """
