@@ -193,7 +193,7 @@ def _to_open(entry: PlannedOpen, trace: WireTrace | None) -> worker_pb2.Open:
 def from_result(result: worker_pb2.StepResult) -> StepOutcome:
     """A worker's answer as the core knows it. Outcomes that this version does not know count as failed.
 
-    Raises ValueError when its arrays disagree in length.
+    Raises ValueError when log-probabilities contradict themselves.
     """
     tokens, drawn, at = list[Sequence[int]](), unpack_ids(result.token_ids), 0
     for count in result.token_counts:
@@ -208,15 +208,9 @@ def from_result(result: worker_pb2.StepResult) -> StepOutcome:
         tokens,
         TokenloomError.from_proto(result.error) if result.HasField("error") else None,
         StepTimings(timings.queued_us, timings.prepare_us, timings.forward_us, timings.sample_us, timings.total_us, timings.idle_us),
-        _logprobs_of(result),
+        [PackedLogprobs.from_proto(message) for message in result.logprobs],
         {entry.row: RowPositions(entry.first_position, PackedLogprobs.from_proto(entry.logprobs)) for entry in result.prompt_positions},
     )
-
-
-def _logprobs_of(result: worker_pb2.StepResult) -> list[PackedLogprobs]:
-    if len(result.logprobs) not in (0, len(result.row_outcomes)):
-        raise ValueError(f"log-probabilities of {len(result.logprobs)} rows in an answer of {len(result.row_outcomes)}")
-    return [PackedLogprobs.from_proto(message) for message in result.logprobs]
 
 
 def to_cut(cut: Cut) -> worker_pb2.Cut:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig as HfConfig
 from transformers import LlamaForCausalLM
 
+from libs.logprobs import TokenLogprobs
 from libs.models.directory import ModelDirectory
 from services.worker import weights
 from services.worker.engine import Engine
+from tests.support.worker_logprobs import Bench, check_told, distributions
 from tests.unit.worker.helpers import Driver, batch, load_engine, opening
 
 pytestmark = pytest.mark.model
@@ -99,6 +102,44 @@ def test_a_prefix_in_the_cache_changes_nothing(engine: Engine, prompts: list[lis
     staged = opening(1, prompt, blocks=shared, computed=96)
     driver.slots.commit(driver.slots.stage(batch(opens=[staged])), {})
     assert driver.step([(1, 4, True)])[1] == first
+
+
+@pytest.mark.composes("logprobs", "greedy", "seed", "chunked prefill")
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_log_probabilities_are_the_references(
+    engine: Engine, reference: LlamaForCausalLM, prompts: list[list[int]], model_dir: Path, kernels: str
+):
+    """Six sequences in one batch, prompts in chunks of 48 beside tokens that are drawn: each asks for something else."""
+    ours = engine if kernels == "cpu" else load_engine(model_dir, kernels="reference", kv_cache_memory_bytes=128 << 20)
+    asks: list[dict[str, Any]] = [
+        {"logprobs": 5},
+        {"logprobs": 0, "prompt_logprobs": 2},
+        {"logprobs": 20, "temperature": 1.0, "seed": 7},
+        {"logprobs": 1, "prompt_logprobs": 0},
+        {"temperature": 1.0, "seed": 8},
+        {"logprobs": 3, "prompt_logprobs": 5},
+    ]
+    known = [list(prompts[index]) for index in (1, 2, 3, 4, 5, 8)]
+    lengths, told = [len(tokens) for tokens in known], dict[int, list[TokenLogprobs]]({slot: [] for slot in range(6)})
+    bench = Bench(ours, blocks=-(-(max(lengths) + 12) // 16))
+    opens, done = [(slot, list(known[slot]), ask) for slot, ask in enumerate(asks)], [0] * 6
+    for _ in range(10):
+        rows = [(slot, min(48, len(known[slot]) - done[slot])) for slot in range(6)]
+        sampled = [done[slot] + count == len(known[slot]) for slot, count in rows]
+        executed = bench.step(*((slot, count, last) for (slot, count), last in zip(rows, sampled, strict=True)), opens=opens)
+        opens = []
+        for slot, count in rows:
+            done[slot] += count
+            if slot in executed.tokens:
+                known[slot].append(executed.tokens[slot])
+                told[slot] += executed.logprobs[slot].unpack() if slot in executed.logprobs else []
+    for slot, ask in enumerate(asks):
+        expected, length = distributions(reference, known[slot], ours.facts.vocab_size), lengths[slot]
+        assert len(known[slot]) - length >= 3
+        if "logprobs" in ask:
+            check_told(told[slot], known[slot][length:], expected[length - 1 : -1], ask["logprobs"])
+        if "prompt_logprobs" in ask:
+            check_told(bench.told[slot].unpack()[1:], known[slot][1:length], expected[: length - 1], ask["prompt_logprobs"])
 
 
 def test_greedy_text_is_sensible(engine: Engine, model_dir: Path, prompts: list[list[int]]):

@@ -127,6 +127,8 @@ class Episode:
             seed=rng.randrange(3),
             ignore_eos=rng.random() < 0.8,
             stop=tuple(rng.choice([(), (), (), (), ("a",), ("bc", "zz")])),
+            logprobs=rng.choice([None, None, None, 0, 2]),
+            prompt_logprobs=rng.choice([None, None, None, None, 1]),
         )
         self.world.submit(
             block_edge_prompt(rng.randint(1, self._heads), rng.choice(self._lengths)),

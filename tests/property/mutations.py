@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.property.constraint_mutations import CONSTRAINT_MUTATIONS
 from tests.property.core_mutations import CORE_MUTATIONS
 from tests.property.lease_mutations import LEASE_MUTATIONS
+from tests.property.logprobs_mutations import LOGPROBS_MUTATIONS
 from tests.property.mutation import Mutation
 from tests.property.session_mutations import SESSION_MUTATIONS
 
@@ -26,7 +27,7 @@ REPOSITORY = Path(__file__).parents[2]
 EVENTS, SEEDS = 20_000, tuple(range(1, 11))
 # Seconds after which a drive hangs; an unbroken one takes a tenth of it.
 PATIENCE = 120
-MUTATIONS = [*CORE_MUTATIONS, *CONSTRAINT_MUTATIONS, *LEASE_MUTATIONS, *SESSION_MUTATIONS]
+MUTATIONS = [*CORE_MUTATIONS, *CONSTRAINT_MUTATIONS, *LEASE_MUTATIONS, *LOGPROBS_MUTATIONS, *SESSION_MUTATIONS]
 
 
 def _copy(root: Path) -> None:

@@ -66,10 +66,13 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         choices=st.sampled_from([1, 1, 3]),
         poison=st.sampled_from([False, False, False, True]),
+        logprobs=st.sampled_from([None, 0, 2]),
+        prompt_logprobs=st.sampled_from([None, None, 1]),
         constraint=st.none() | st.builds(multiples, st.sampled_from([1, 3]), st.integers(1, 20), begin_after=st.sampled_from([(), (5,)])),
     )
-    def submit(self, head: int, length: int, max_tokens: int, min_tokens: int, stop: list[str], seed: int, **values: Any) -> None:
-        params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop=tuple(stop), seed=seed)
+    def submit(self, head: int, length: int, max_tokens: int, min_tokens: int, stop: list[str], **values: Any) -> None:
+        of_params = {name: values.pop(name) for name in ("seed", "logprobs", "prompt_logprobs")}
+        params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop=tuple(stop), **of_params)
         self.world.submit(block_edge_prompt(head, length), params, **values)
 
     @rule(number=SOME)
@@ -255,6 +258,9 @@ EVENTS = {
     "lost within a lease": 3,
     "cancel within a lease": 10,
     "stop within a lease": 4,
+    "logprobs": 500,
+    "prompt told": 50,
+    "prompt told in pieces": 50,
     "session lost": 10,
     "resubmit": 30,
     "cancel": 50,

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from libs.blocks import BLOCK_SIZE, blocks_for
 from services.scheduler.core.checks import Standing
+from services.scheduler.core.group import Group
 from services.scheduler.core.ledger import BlockLedger
 from services.scheduler.core.plan import PlannedOpen, StepPlan
 from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import Request, RequestState, Residency, WaitReason
-from services.scheduler.core.state import Group, SchedulerState
+from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
 from tests.support.core_clients import Client
 from tests.support.model_worker import ModelWorker
@@ -154,7 +155,7 @@ class Tally:
         found = min(entry.computed, len(request.prompt_ids))
         if request.parent is not None:
             self.shared += found
-        elif caching and request not in self._counted:
+        elif caching and request not in self._counted and request.sampling.prompt_logprobs is None:
             self._counted.add(request)
             assert request.cached_tokens == found
             self.queries += len(request.prompt_ids)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from libs.blocks import BLOCK_SIZE, block_hashes, blocks_for, chain_hash, root_hash
 from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
+from libs.logprobs import PackedLogprobs
+from libs.packing import pack_ids
 from services.scheduler.core.naming import private_names
 from services.scheduler.core.plan import Effects
 from services.scheduler.core.quarantine import CRASHES_ALONE
 from services.scheduler.core.request import Request, RequestKey
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import FinishReason
+from tests.support.logprobs import told_all
 from tests.support.model_constraints import is_complete
 from tests.support.model_worker import EOS
 from tokenloom.scheduler.v1 import scheduler_pb2
@@ -31,8 +35,9 @@ class Client:
     """What it must get, what it has, which endings it may see and which one it saw.
 
     `request`: the current attempt; `waits_for`: its parent, until that one's prompt is computed or it has ended. `names`: its blocks',
-    outputs included. `may_fail`: errors that the worker's answers give a reason for. `crashes`: batches of this attempt that failed since
-    one of them succeeded; `poison`: all will. `over`: its ending came; `lost`: its session broke, nobody holds it.
+    outputs included. `told`: prompt positions that this attempt has told. `may_fail`: errors that the worker's answers give a reason for.
+    `crashes`: batches of this attempt that failed since one of them succeeded; `poison`: all will. `over`: its ending came; `lost`: its
+    session broke, nobody holds it.
     """
 
     submit: scheduler_pb2.Submit
@@ -44,6 +49,7 @@ class Client:
     names: list[bytes] = field(default_factory=list)
     got: list[int] = field(default_factory=list)
     request: Request = field(init=False)
+    told: int = 0
     waits_for: Request | None = None
     cancelled: bool = False
     may_complete: bool = False
@@ -57,7 +63,36 @@ class Client:
         """A new attempt."""
         self.request = request
         self.cancelled = self.may_complete = self.over = self.lost = False
-        self.may_fail, self.crashes = set(), 0
+        self.may_fail, self.crashes, self.told = set(), 0, 0
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether its prompt's log-probabilities are asked for, and some are still to come."""
+        return self.submit.sampling.HasField("prompt_logprobs") and self.told < len(self.prompt)
+
+    def hear_positions(self, first: int, logprobs: PackedLogprobs) -> None:
+        """Log-probabilities of its prompt from position `first` on: those that follow, each as the model tells it."""
+        assert first == self.told, "a prompt position was left out or came twice"
+        assert logprobs.to_proto() == told_all(first, self.prompt[first : first + len(logprobs)], self._asked("prompt_logprobs")).to_proto()
+        self.told += len(logprobs)
+        assert self.told <= len(self.prompt)
+
+    def check_logprobs(self, first: int, tokens: Sequence[int], logprobs: PackedLogprobs | None) -> None:
+        """That output tokens come with their log-probabilities, if they were asked for, and behind all of the prompt's."""
+        assert not self.needs_positions, "a token came before the prompt's positions"
+        asked = self._asked("logprobs")
+        wanted = told_all(len(self.prompt) + first, tokens, asked) if asked is not None else None
+        assert logprobs == wanted, "not the token's log-probabilities"
+
+    def _asked(self, name: str) -> int | None:
+        sampling = self.submit.sampling
+        return getattr(sampling, name) if sampling.HasField(name) else None
+
+    def ask(self) -> None:
+        """What it is handed over with: its output, behind the first token of which it has all of its prompt's log-probabilities."""
+        self.submit.output_ids = pack_ids(self.got)
+        if self.got:
+            self.submit.sampling.ClearField("prompt_logprobs")
 
     def go_on(self) -> None:
         """It resumes. One that has a whole sentence already, and only missed its ending, is given the end of sequence, which is no text."""

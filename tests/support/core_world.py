@@ -51,7 +51,7 @@ class World:
         self.state = SchedulerState(shape.limits(), Policy(shape.policy))
         self.state.checking.checks = Checks(shape.most_idle)
         stopping = StopRules((EOS,), MAX_MODEL_LEN, TABLE)
-        self.rules = SubmitRules(stopping, VOCABULARY, priorities=shape.policy == "priority", constraints=True)
+        self.rules = SubmitRules(stopping, VOCABULARY, priorities=shape.policy == "priority", max_logprobs=2, constraints=True)
         self.names = [f"g{number}" for number in range(shape.groups)]
         self.rigs: dict[str, Rig] = {}
         self.clients: dict[RequestKey, Client] = {}
@@ -94,7 +94,9 @@ class World:
         for index in range(choices):
             self._submits += 1
             room = max(1, MAX_MODEL_LEN - len(prompt))  # beyond which no gateway asks
-            choice = replace(params, max_tokens=min(params.max_tokens, room), seed=params.seed + index, choice_index=index)
+            prompt_logprobs = None if index else params.prompt_logprobs  # the gateway asks once
+            seed, room = params.seed + index, min(params.max_tokens, room)
+            choice = replace(params, max_tokens=room, seed=seed, choice_index=index, prompt_logprobs=prompt_logprobs)
             submit.parent_id = self._submits - index if index else 0
             submit.id = self._submits
             submit.sampling.CopyFrom(choice.to_proto())
@@ -107,7 +109,7 @@ class World:
             self._hand_over(client)
 
     def _hand_over(self, client: Client) -> None:
-        client.submit.output_ids = pack_ids(client.got)
+        client.ask()
         request, stop = to_request(client.submit, client.gateway, self.rules, self.state.next_arrival(), self.now)
         if stop is None:
             client.go_on()
@@ -187,6 +189,7 @@ class World:
             self.seen["hit"] += entry.computed > 0
             self.seen["hit of output"] += entry.computed > len(entry.request.prompt_ids)
             watch.check_hits(entry, client.names)
+            assert not (client.needs_positions and entry.computed), "the cache was read by one who needs every position"
             self.seen["hit of a sibling"] += entry.computed > 0 and entry.request.parent is not None
         self.tally.steps += bool(step.rows)
         self.seen["mixed"] += step.is_mixed
@@ -379,8 +382,15 @@ class World:
 
     def _take(self, effects: Effects) -> None:
         """What the gateways read."""
-        for request, first, tokens, *_ in effects.deltas:
+        for request, first, logprobs in effects.told:
             client = self.clients[request.key]
+            assert client.reads(request), "positions of an attempt that is over"
+            client.hear_positions(first, logprobs)
+            self.seen["prompt told" if not first else "prompt told in pieces"] += 1
+        for request, first, tokens, logprobs in effects.deltas:
+            client = self.clients[request.key]
+            client.check_logprobs(first, tokens, logprobs)
+            self.seen["logprobs"] += logprobs is not None
             assert client.reads(request), "tokens of an attempt that is over"
             assert first == len(client.got), "a delta left a gap or came twice"
             client.got.extend(tokens)

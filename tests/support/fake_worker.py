@@ -30,6 +30,7 @@ def worker_facts(
         eos_token_ids=[EOS],
         vocab_size=VOCABULARY,
         logits_width=VOCABULARY,
+        max_logprobs=20,
         max_in_flight=2,
         feed_forward_distance=1,
         num_slots=slots,

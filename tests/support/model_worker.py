@@ -18,7 +18,9 @@ from libs.packing import pack_ids, unpack_ids
 from libs.sampling import SamplingParams
 from libs.text.table import TextRule, TextTable, TokenClass
 from services.scheduler.core.stopping import StopRules, StopTracker
+from tests.support.logprobs import told_all
 from tests.support.model_constraints import constrained, is_complete
+from tokenloom.common.v1 import common_pb2
 from tokenloom.worker.v1 import worker_pb2
 
 # Outcomes of rows whose blocks hold what they should.
@@ -169,8 +171,24 @@ class ModelWorker:
         result.row_outcomes = bytes(outcomes.get(index, worker_pb2.ROW_OUTCOME_OK) for index in range(len(tokens)))
         result.token_counts.extend(len(row) for row in tokens)
         result.token_ids = pack_ids(itertools.chain.from_iterable(tokens))
+        self._tell(result, batch, tokens, skipped)
         result.timings.forward_us, result.timings.total_us = 1000, 1100
         return result
+
+    def _tell(self, result: worker_pb2.StepResult, batch: worker_pb2.StepBatch, tokens: list[list[int]], skipped: Collection[int]) -> None:
+        """Log-probabilities of what was drawn and of prompts, for rows that ask."""
+        for index, (number, count) in enumerate(zip(batch.slots, batch.counts, strict=True)):
+            slot, drawn = self.slots[number], tokens[index]
+            asked, wanted = slot.params.logprobs, slot.params.prompt_logprobs
+            own = told_all(len(slot.tokens) - len(drawn), drawn, asked).to_proto() if asked is not None and drawn else None
+            result.logprobs.append(own or common_pb2.Logprobs())
+            start, end = slot.length - count, min(slot.length + 1, slot.prompt)
+            first = start + 1 if start else 0
+            if wanted is not None and first < end and index not in skipped:
+                told = told_all(first, slot.tokens[first:end], wanted)
+                result.prompt_positions.add(row=index, first_position=first, logprobs=told.to_proto())
+        if not any(entry.ranks for entry in result.logprobs):
+            del result.logprobs[:]
 
     @staticmethod
     def _spoilt_row(batch: worker_pb2.StepBatch, spoil: int | None, outcome: int) -> int | None:

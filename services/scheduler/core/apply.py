@@ -49,11 +49,17 @@ def apply(state: SchedulerState, group: Group, outcome: StepOutcome, now_ns: int
         return effects
     plan = group.in_flight.popleft()
     # Behind a batch that failed nothing can have run, whatever its answer says.
-    if outcome.outcome is BatchOutcome.OK and not group.broken and len(outcome.rows) == len(outcome.tokens) == len(plan.rows):
+    if outcome.outcome is BatchOutcome.OK and not group.broken and _fits(plan, outcome):
         _apply_ok(state, group, plan, outcome, now_ns, effects)
     else:
         _apply_failed(state, group, plan, outcome, now_ns, effects)
     return effects
+
+
+def _fits(plan: StepPlan, outcome: StepOutcome) -> bool:
+    """Whether the answer speaks of as many rows as the batch had."""
+    rows = len(plan.rows)
+    return len(outcome.rows) == len(outcome.tokens) == rows and len(outcome.logprobs) in (0, rows)
 
 
 def close(state: SchedulerState, group: Group, closed: Cut, now_ns: int) -> Effects:

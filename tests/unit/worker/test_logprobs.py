@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,16 +17,13 @@ from transformers import LlamaConfig as HfConfig
 from transformers import LlamaForCausalLM
 
 from libs.errors import ErrorCode, TokenloomError
-from libs.logprobs import PackedLogprobs, TokenLogprobs
-from services.worker.batch import Row
-from services.worker.engine import Engine, Executed
+from services.worker.engine import Engine
 from services.worker.logprobs import Kept, of_tokens, top
 from services.worker.ops.base import MOST_AGAIN
 from services.worker.slots import SlotTable
 from tests.support.tiny_llama import make_tiny_llama
-from tests.unit.worker.helpers import GREEDY, LIMITS, batch, load_engine, opening, row
-
-CLOSE = 5e-4
+from tests.support.worker_logprobs import Bench, check_told, distributions
+from tests.unit.worker.helpers import GREEDY, LIMITS, batch, load_engine, opening
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +39,6 @@ def engine(model_dir: Path, request: pytest.FixtureRequest) -> Engine:
 @pytest.fixture(scope="module")
 def theirs(model_dir: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(model_dir, config=HfConfig.from_json_file(model_dir / "config.json")).eval()
-
-
-@torch.inference_mode()
-def distributions(theirs: LlamaForCausalLM, tokens: Sequence[int], vocabulary: int) -> torch.Tensor:
-    """Log-probabilities [T, vocabulary] behind each of the tokens."""
-    return theirs(torch.tensor([list(tokens)])).logits[0, :, :vocabulary].float().log_softmax(dim=-1)
-
-
-def check(entries: Iterable[TokenLogprobs], tokens: Sequence[int], expected: torch.Tensor, wanted: int) -> None:
-    """That each token is told as the reference tells it; ids may change places only where their probabilities are too close to call."""
-    for entry, token, known in zip(entries, tokens, expected, strict=True):
-        best = known.topk(max(wanted, 1)).values
-        assert entry.token_id == token
-        assert entry.logprob == pytest.approx(float(known[token]), abs=CLOSE)
-        assert int((known > known[token] + CLOSE).sum()) < entry.rank <= 1 + int((known > known[token] - CLOSE).sum())
-        assert len(entry.top_ids) == len(entry.top_logprobs) == wanted
-        np.testing.assert_allclose(entry.top_logprobs, best[:wanted], atol=CLOSE)
-        np.testing.assert_allclose([float(known[other]) for other in entry.top_ids], entry.top_logprobs, atol=CLOSE)
 
 
 logits = st.lists(st.sampled_from([-1.5, -0.5, 0.0, 0.25, 2.0, 7.0]), min_size=4, max_size=30)
@@ -98,33 +77,6 @@ def test_a_row_with_a_certain_token_says_zero():
     assert (entry.logprob, entry.rank, list(entry.top_ids)) == (0.0, 1, [1, 0])
 
 
-class Bench:
-    """Slots on an engine; each sequence owns its blocks from the start. `told`: prompt positions by slot, as they came."""
-
-    def __init__(self, engine: Engine, blocks: int = 8) -> None:
-        self.engine = engine
-        self.slots = SlotTable(engine.limits, ())
-        self.blocks = blocks
-        self.told: dict[int, PackedLogprobs] = {}
-
-    def step(self, *rows: tuple[int, int, bool], opens: Sequence[tuple[int, Sequence[int], dict]] = ()) -> Executed:
-        """Rows (slot, count, sample); opens (slot, prompt, sampling)."""
-        opened = [
-            opening(slot, prompt, blocks=range(slot * self.blocks, (slot + 1) * self.blocks), sampling=replace(GREEDY, **sampling))
-            for slot, prompt, sampling in opens
-        ]
-        wanted: list[Row] = [row(slot, count, sample=sample) for slot, count, sample in rows]
-        staged = self.slots.stage(batch(*wanted, opens=opened))
-        executed = self.engine.execute(staged.rows)
-        self.slots.commit(staged, executed.tokens)
-        for told in executed.told:
-            slot = rows[told.row][0]
-            known = self.told.setdefault(slot, PackedLogprobs(told.logprobs.alternatives))
-            assert told.first == len(known)
-            known.extend(told.logprobs)
-        return executed
-
-
 def test_the_tokens_of_mixed_rows_are_told_as_transformers_tells_them(engine: Engine, theirs: LlamaForCausalLM):
     """Rows that ask for none, for the chosen token and for several; one is steered away from what the raw distribution prefers."""
     bench, vocabulary = Bench(engine), engine.facts.vocab_size
@@ -140,7 +92,7 @@ def test_the_tokens_of_mixed_rows_are_told_as_transformers_tells_them(engine: En
         for slot, packed in executed.logprobs.items():
             prompts[slot].append(executed.tokens[slot])
             expected = distributions(theirs, prompts[slot][:-1], vocabulary)[-1:]
-            check(packed.unpack(), prompts[slot][-1:], expected, asks[slot]["logprobs"])
+            check_told(packed.unpack(), prompts[slot][-1:], expected, asks[slot]["logprobs"])
         executed = bench.step(*((slot, 1, True) for slot in range(4)))
 
 
@@ -158,7 +110,7 @@ def test_a_prompt_is_told_as_transformers_tells_it_however_it_is_cut(engine: Eng
     entries = bench.told[0].unpack()
     assert np.isnan([entries[0].logprob, *entries[0].top_logprobs]).all()
     assert (entries[0].token_id, entries[0].rank) == (prompt[0], 0)
-    check(entries[1:], prompt[1:], distributions(theirs, prompt, engine.facts.vocab_size)[:-1], 3)
+    check_told(entries[1:], prompt[1:], distributions(theirs, prompt, engine.facts.vocab_size)[:-1], 3)
     assert not bench.step((0, 1, True)).told
 
 
