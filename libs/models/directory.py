@@ -81,10 +81,22 @@ class ModelDirectory:
         file = self.path / "chat_template.jinja"
         if file.is_file():
             return file.read_text(encoding="utf-8")
+        return self._named_templates.get("default")
+
+    @cached_property
+    def tool_template(self) -> str | None:
+        """The template of chats with tools, where the model has one of its own for these; None: the one for all serves, or the operator's."""
+        if self._given_template or (self.path / "chat_template.jinja").is_file():
+            return None
+        return self._named_templates.get("tool_use")
+
+    @cached_property
+    def _named_templates(self) -> dict[str, str]:
+        """The templates in tokenizer_config.json: one, or several by name, as transformers 4 saved them."""
         template = self._tokenizer_config.get("chat_template")
-        if isinstance(template, list):  # several by name, as transformers 4 saved them
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        return template
+        if isinstance(template, list):
+            return {entry["name"]: entry["template"] for entry in template}
+        return {} if template is None else {"default": template}
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
@@ -141,9 +153,11 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """SHA-256 (hex) over tokenizer.json and chat template: equal means the same ids for the same text."""
+        """SHA-256 (hex) over tokenizer.json and chat templates: equal means the same ids for the same text."""
         digest = hashlib.sha256(self.tokenizer_file.read_bytes())
         digest.update(b"\0" + (self.chat_template or "").encode())
+        if self.tool_template is not None:
+            digest.update(b"\0" + self.tool_template.encode())
         return digest.hexdigest()
 
     @cached_property

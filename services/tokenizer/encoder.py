@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -34,8 +34,8 @@ class Encoder:
         self._vocab_size = model.vocab_size
         self._longest_token = longest_token(tokenizer)
         self._special_tokens = model.special_tokens
-        source = model.chat_template
-        self._template = ChatTemplate(source, model.special_tokens) if source is not None else None
+        self._template = _compiled(model.chat_template, model.special_tokens)
+        self._tool_template = _compiled(model.tool_template, model.special_tokens) or self._template
         self._clients_templates: OrderedDict[str, ChatTemplate] = OrderedDict()
 
     def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
@@ -72,12 +72,14 @@ class Encoder:
         return ids[-request.keep_last :] if request.keep_last else ids
 
     def _render(self, chat: tokenizer_pb2.Chat) -> str:
-        template = self._clients_template(chat.template) if chat.template else self._template
+        tools = _json(chat.tools_json, list, "tools")
+        own = self._tool_template if tools else self._template
+        template = self._clients_template(chat.template) if chat.template else own
         if template is None:
             raise TokenloomError(ErrorCode.TEMPLATE_ERROR, "the model has no chat template; use /v1/completions", param="messages")
         return template.render(
             _json(chat.messages_json, list, "messages"),
-            tools=_json(chat.tools_json, list, "tools"),
+            tools=tools,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             variables=_json(chat.template_kwargs_json, dict, "chat_template_kwargs"),
@@ -143,6 +145,10 @@ class Encoder:
                 param="messages" if kind == "chat" else "prompt",
             )
         check_range(ids, self._vocab_size)
+
+
+def _compiled(source: str | None, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+    return None if source is None else ChatTemplate(source, special_tokens)
 
 
 def load_tokenizer(model: ModelDirectory) -> Tokenizer:

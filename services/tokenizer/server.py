@@ -49,7 +49,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._tracer, self._clock, self._metrics = tracer, clock, metrics
         self._vocab_size = model.vocab_size
         self._table_message = table.to_proto()
-        tools = tool_support(model.chat_template)
+        tools = tool_support(model.tool_template or model.chat_template)
         self._description = tokenizer_pb2.DescribeResponse(
             fingerprints=common_pb2.Fingerprints(tokenizer=table.fingerprint),
             vocab_size=table.vocab_size,

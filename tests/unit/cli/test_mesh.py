@@ -52,6 +52,12 @@ def test_services_end_from_the_gateway_inwards_and_the_traces_last(mesh_of):
     assert [spec.name for spec in mesh_of().specs] == ["gateway", "scheduler", "worker", "tokenizer", "traces"]
 
 
+def test_a_chat_template_reaches_the_tokenizer_and_the_worker_as_it_was_given(mesh_of, monkeypatch):
+    template = "{% for m in messages %}{{ m['role'] + ', \n' }}{% endfor %}"
+    mesh = mesh_of(f"--chat-template={template}")
+    assert {config_of(mesh, name, monkeypatch).chat_template for name in ("tokenizer", "worker")} == {template}
+
+
 def test_every_service_takes_its_command_line(mesh_of, monkeypatch):
     mesh = mesh_of()
     for spec in mesh.specs:

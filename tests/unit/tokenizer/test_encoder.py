@@ -181,6 +181,20 @@ def test_the_text_of_a_prompt_is_what_its_ids_spell(encoder):
     assert encoder.encode(request(text="abcdef", keep_last=2, want_text=True)).text == "ef"
 
 
+def test_a_model_s_own_template_for_tools_is_used_where_there_are_tools(tmp_path):
+    folder = make_tiny_llama(tmp_path / "m")
+    (folder / "chat_template.jinja").unlink()
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].type }}"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    encoder = load(folder)
+    assert [spelled(encoder, chat(tools_json=tools)) for tools in (b"", b"[]", b'[{"type": "function"}]')] == ["plain", "plain", "function"]
+
+
+def spelled(encoder, message) -> str:
+    message.want_text = True
+    return encoder.encode(message).text
+
+
 def test_a_client_s_template_takes_the_place_of_the_model_s(encoder):
     response = encoder.encode(
         request(chat=tokenizer_pb2.Chat(messages_json=USER, template="{{ bos_token }}<{{ messages[0].content }}>"), want_text=True)

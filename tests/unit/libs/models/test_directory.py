@@ -160,6 +160,19 @@ def test_an_end_of_sequence_that_is_no_token_id_is_refused_by_name(folder, value
     assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
+def test_a_model_may_have_a_template_of_its_own_for_tools(tmp_path):
+    folder = make_tiny_llama(tmp_path / "tiny")
+    own = ModelDirectory(folder)
+    assert own.tool_template is None
+    several = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    assert rewrite(folder, "tokenizer_config.json", chat_template=several).tool_template is None, "the file is for all chats"
+    (folder / "chat_template.jinja").unlink()
+    model = ModelDirectory(folder)
+    assert (model.chat_template, model.tool_template) == ("d", "t")
+    assert rewrite(folder, "tokenizer_config.json", chat_template=several[:1]).tokenizer_fingerprint != model.tokenizer_fingerprint
+    assert ModelDirectory(folder, "{{ x }}").tool_template is None
+
+
 def test_the_operator_s_template_takes_the_place_of_the_model_s_and_is_part_of_the_fingerprint(tiny_llama_dir, tmp_path):
     own = ModelDirectory(tiny_llama_dir)
     file = tmp_path / "mine.jinja"
