@@ -11,7 +11,7 @@ import msgspec
 
 from libs.constraints import Constraint, ConstraintKind
 from libs.errors import ErrorCode, TokenloomError
-from services.gateway.parsers.schemas import MAX_SCHEMA_DEPTH, Schema, arguments_schema, depth_of, moved
+from services.gateway.parsers.schemas import MAX_SCHEMA_DEPTH, Schema, arguments_schema, as_definitions, depth_of
 from services.gateway.tools import Tool, ToolChoice, ToolChoiceParam
 from services.gateway.wanted import ToolUse
 
@@ -128,8 +128,8 @@ def _constraint(tools: Sequence[Tool], chosen: Sequence[int], use: ToolUse) -> C
 
 
 def _list_of_calls(tools: Sequence[Tool], *, parallel: bool) -> dict[str, Any]:
-    """The schema of [{"name": ..., "parameters": {...}}, ...]. Each tool's schema is a definition of its own, so that what refers to names
-    within it finds them there, whatever other tools call theirs.
+    """The schema of [{"name": ..., "parameters": {...}}, ...]. Each tool's schema, and each of its definitions, is a definition under
+    a name of its own, whatever other tools call theirs.
     """
     schemas = [arguments_schema(tool.function.parameters, strict=bool(tool.function.strict)) for tool in tools]
     calls = [
@@ -146,7 +146,7 @@ def _list_of_calls(tools: Sequence[Tool], *, parallel: bool) -> dict[str, Any]:
         "minItems": 1,
         **({} if parallel else {"maxItems": 1}),
         "items": {"anyOf": calls} if len(calls) > 1 else calls[0],
-        "$defs": {f"tool{index}": moved(schema, f"#/$defs/tool{index}") for index, schema in enumerate(schemas)},
+        "$defs": {key: value for index, schema in enumerate(schemas) for key, value in as_definitions(schema, f"tool{index}").items()},
     }
 
 

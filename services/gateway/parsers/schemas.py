@@ -12,6 +12,8 @@ MAX_SCHEMA_DEPTH = 64
 _DATA = frozenset({"const", "enum", "default", "examples", "example"})
 # Keywords whose values are objects of schemas under names of the client's.
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+# Where a schema keeps its definitions, and what stands between its name and theirs.
+_DEFINITIONS = {"$defs": ".", "definitions": ":"}
 # They say where a schema is or what dialect it is in; below another schema they would move what its references refer to.
 _OF_DOCUMENTS = frozenset({"$id", "$schema", "id"})
 
@@ -25,13 +27,21 @@ def arguments_schema(parameters: Schema | None, *, strict: bool = False) -> dict
     if parameters is None or parameters is False:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     schema = {} if parameters is True else {name: value for name, value in parameters.items() if name not in _OF_DOCUMENTS}
-    schema = {**schema, "type": "object"}
+    if not _refers_to_object(schema):
+        schema = {**schema, "type": "object"}
     return _closed(schema) if strict else schema
 
 
-def moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """The schema with its references into itself (#, #/...) as they are when it stands at `place` (#/... of another document)."""
-    return {name: value if name in _DATA else _moved(name, value, place) for name, value in schema.items()}
+def as_definitions(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """The schema as definitions of another document, in which #/$defs/name is the schema itself.
+
+    Its own definitions stand beside it, as `name.X` ($defs) and `name:X` (definitions): not every compiler looks into a definition for
+    further ones. References into the schema (#, #/...) are made anew.
+    """
+    inner = {key: schema[key] for key in _DEFINITIONS if isinstance(schema.get(key), dict)}
+    own = {key: value for key, value in schema.items() if key not in inner}
+    beside = {f"{name}{_DEFINITIONS[key]}{child}": _moved(value, name) for key, found in inner.items() for child, value in found.items()}
+    return {name: _moved(own, name), **beside}
 
 
 def depth_of(value: Any, limit: int) -> int:
@@ -43,18 +53,40 @@ def depth_of(value: Any, limit: int) -> int:
     return depth
 
 
-def _moved(name: str, value: Any, place: str) -> Any:
-    if name in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(value, str):
-        return place + value[1:] if value == "#" or value.startswith("#/") else value
-    if name in _NAMED and isinstance(value, dict):
-        return {key: _child_moved(child, place) for key, child in value.items()}
-    return _child_moved(value, place)
+def _refers_to_object(schema: dict[str, Any]) -> bool:
+    """Whether the schema is a reference to one of its definitions that is an object, as of a model that holds itself: not every compiler
+    takes a type beside a reference.
+    """
+    steps = str(schema.get("$ref", "")).split("/")
+    if len(steps) != 3 or steps[0] != "#" or steps[1] not in ("$defs", "definitions"):
+        return False
+    found = schema.get(steps[1])
+    target = found.get(steps[2]) if isinstance(found, dict) else None
+    return isinstance(target, dict) and target.get("type") == "object"
 
 
-def _child_moved(value: Any, place: str) -> Any:
+def _moved(value: Any, name: str) -> Any:
     if isinstance(value, list):
-        return [_child_moved(item, place) for item in value]
-    return moved(value, place) if isinstance(value, dict) else value
+        return [_moved(item, name) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: child if key in _DATA else _child_moved(key, child, name) for key, child in value.items()}
+
+
+def _child_moved(key: str, child: Any, name: str) -> Any:
+    if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(child, str):
+        return _reference(child, name)
+    if key in _NAMED and isinstance(child, dict):
+        return {inner: _moved(schema, name) for inner, schema in child.items()}
+    return _moved(child, name)
+
+
+def _reference(reference: str, name: str) -> str:
+    """Where a reference of the schema leads now. Anchors and other documents' addresses stay."""
+    for key, mark in _DEFINITIONS.items():
+        if reference.startswith(f"#/{key}/"):
+            return f"#/$defs/{name}{mark}{reference[len(key) + 3 :]}"
+    return f"#/$defs/{name}{reference[1:]}" if reference == "#" or reference.startswith("#/") else reference
 
 
 def _closed(schema: Any) -> Any:

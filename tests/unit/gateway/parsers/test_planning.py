@@ -10,7 +10,7 @@ from libs.constraints import ConstraintKind
 from libs.errors import ErrorCode, TokenloomError
 from services.gateway.parsers.factory import new_parser
 from services.gateway.parsers.planning import MAX_NAME, MAX_TOOLS, ToolPlan, plan_tools
-from services.gateway.parsers.schemas import MAX_SCHEMA_DEPTH, arguments_schema, moved
+from services.gateway.parsers.schemas import MAX_SCHEMA_DEPTH, arguments_schema, as_definitions
 from services.gateway.tools import FunctionDefinition, Tool, ToolChoiceParam
 from services.gateway.wanted import Shown, ToolUse
 from tests.unit.gateway.parsers.texts import read
@@ -164,6 +164,22 @@ def test_arguments_are_an_object_whatever_the_schema_says(parameters, good, bad)
     assert not allows(plan, [{"name": "f", "parameters": bad}])
 
 
+def test_a_schema_that_is_a_reference_to_an_object_stays_one():
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}, "additionalProperties": False}
+    parameters = {"$ref": "#/$defs/Node", "$defs": {"Node": node}}
+    assert arguments_schema(parameters) == parameters
+    plan = plan_tools([tool("f", parameters)], "required")
+    assert allows(plan, [{"name": "f", "parameters": {"next": {"next": {}}}}])
+    assert not allows(plan, [{"name": "f", "parameters": {"next": 1}}])
+    for other in (
+        {"$ref": "#/$defs/No", "$defs": {"Node": node}},
+        {"$ref": "#/$defs/A", "$defs": {"A": {"type": "array"}}},
+        {"$ref": "#"},
+        {"$ref": 5},
+    ):
+        assert arguments_schema(other)["type"] == "object"
+
+
 def test_strict_closes_objects_that_do_not_say_whether_they_are_open():
     inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
     parameters = {
@@ -229,14 +245,21 @@ def test_references_move_with_the_schema_and_data_stays():
         "items": [{"$ref": "#/a"}, {"$ref": "#anchor"}, {"$ref": "https://example.org#/a"}],
         "enum": [{"$ref": "#/a"}],
         "default": {"$ref": "#/a"},
-        "properties": {"enum": {"$ref": "#/b"}, "$ref": {"not": {"$ref": "#/c"}}},
+        "properties": {"enum": {"$ref": "#/$defs/b~1c/items"}, "$ref": {"not": {"$ref": "#/definitions/b"}}},
+        "$defs": {"b/c": {"items": {"$ref": "#/$defs/b~1c"}}, "b": True},
+        "definitions": {"b": {"$ref": "#/$defs/b"}},
     }
-    assert moved(schema, "#/$defs/x") == {
-        "$ref": "#/$defs/x",
-        "items": [{"$ref": "#/$defs/x/a"}, {"$ref": "#anchor"}, {"$ref": "https://example.org#/a"}],
-        "enum": [{"$ref": "#/a"}],
-        "default": {"$ref": "#/a"},
-        "properties": {"enum": {"$ref": "#/$defs/x/b"}, "$ref": {"not": {"$ref": "#/$defs/x/c"}}},
+    assert as_definitions(schema, "x") == {
+        "x": {
+            "$ref": "#/$defs/x",
+            "items": [{"$ref": "#/$defs/x/a"}, {"$ref": "#anchor"}, {"$ref": "https://example.org#/a"}],
+            "enum": [{"$ref": "#/a"}],
+            "default": {"$ref": "#/a"},
+            "properties": {"enum": {"$ref": "#/$defs/x.b~1c/items"}, "$ref": {"not": {"$ref": "#/$defs/x:b"}}},
+        },
+        "x.b/c": {"items": {"$ref": "#/$defs/x.b~1c"}},
+        "x.b": True,
+        "x:b": {"$ref": "#/$defs/x.b"},
     }
 
 
