@@ -85,7 +85,7 @@ class ModelDirectory:
 
     @cached_property
     def tool_template(self) -> str | None:
-        """The template of chats with tools, where the model has one of its own for these; None: the one for all serves, or the operator's."""
+        """The template of chats with tools, where the model has one of its own for these; None: chat_template serves for all chats."""
         if self._given_template or (self.path / "chat_template.jinja").is_file():
             return None
         return self._named_templates.get("tool_use")
