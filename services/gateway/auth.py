@@ -6,12 +6,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from libs.errors import TokenloomError
 from services.gateway.api.ops import error_response
+from services.gateway.guarded import GUARDED
 from services.gateway.keys import KeyRing
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.quota import VISIT, Quotas, Visit
-
-# vLLM leaves the two beside /v1 open; here they would let anybody use the tokenizers up.
-GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
 class RequireKey:
