@@ -22,7 +22,7 @@ def told(position: int, token: int, alternatives: int = 0) -> PackedLogprobs:
     """What a model that hashes would say of `token` at `position` of its sequence: the same whoever computes it. The first is undefined."""
     if not position:
         return packed([([token] + [0] * alternatives, [math.nan] * (alternatives + 1), 0)], alternatives)
-    others = [(token + other) % 256 for other in range(alternatives)]
+    others = [(token + 1 + other) % 40 for other in range(alternatives)]
     values = [-(position + other / 64) for other in range(alternatives + 1)]
     return packed([([token, *others], values, 1 + (position + token) % 7)], alternatives)
 
