@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class FunctionDefinition(Struct, kw_only=True, omit_defaults=True):
-    """A function that the model may call. `parameters`: the JSON schema of its arguments; absent: an object of anything."""
+    """A function that the model may call. `parameters`: the JSON schema of its arguments; absent: it takes none."""
 
     name: str
     description: str | None = None
