@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from libs.errors import ErrorCode, TokenloomError
 from services.gateway.api.chat import CHAT
 from services.gateway.api.completions import COMPLETIONS
+from services.gateway.api.docs import docs_routes
 from services.gateway.api.endpoint import GenerationEndpoint
 from services.gateway.api.ops import error_response, routes
 from services.gateway.api.tokenize import DETOKENIZE, TOKENIZE, TextEndpoint
@@ -43,7 +44,7 @@ def new_app(mesh: Mesh) -> Starlette:
     generating = [Route(api.route, GenerationEndpoint(mesh, api), methods=["POST"]) for api in (CHAT, COMPLETIONS)]
     text = [Route(api.route, TextEndpoint(mesh, api), methods=["POST"]) for api in (TOKENIZE, DETOKENIZE)]
     return Starlette(
-        routes=[*generating, *text, *routes(mesh)],
+        routes=[*generating, *text, *routes(mesh), *docs_routes(config)],
         middleware=middleware,
         exception_handlers={HTTPException: _on_http_exception, TokenloomError: _on_error},
     )
@@ -113,7 +114,10 @@ class CountResponses:
 
 
 _PATHS = frozenset(
-    {CHAT.route, COMPLETIONS.route, TOKENIZE.route, DETOKENIZE.route, "/v1/models", "/health", "/ready", "/version", "/metrics"}
+    {
+        *(CHAT.route, COMPLETIONS.route, TOKENIZE.route, DETOKENIZE.route),
+        *("/v1/models", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"),
+    }
 )
 
 

@@ -16,7 +16,9 @@ from services.gateway.wanted import Prompt
 from tokenloom.tokenizer.v1 import tokenizer_pb2
 
 MAX_TEMPLATE_BYTES = 256 * 1024
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+# Types of content parts that are text, in the APIs of chats and of responses.
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def chat_prompt(request: ChatRequest, tools_json: bytes, label: str, policy: Policy) -> Prompt:
@@ -76,8 +78,8 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _message(message: Message, path: str) -> dict[str, Any]:
-    if message.role not in _ROLES:
-        roles = ", ".join(sorted(_ROLES))
+    if message.role not in ROLES:
+        roles = ", ".join(sorted(ROLES))
         raise invalid(f"{path}.role must be one of {roles}; got {message.role[:64]!r}", f"{path}.role")
     if message.tool_calls and message.role != "assistant":
         raise invalid(f"{path}.tool_calls: only an assistant calls tools", f"{path}.tool_calls")
@@ -110,7 +112,7 @@ def _content(content: str | list[ContentPart] | None, path: str) -> str:
 
 
 def _part(part: ContentPart, path: str) -> str:
-    if part.type in ("text", "input_text", "output_text"):
+    if part.type in TEXT_PARTS:
         if part.text is None:
             raise invalid(f"{path}.text is required", f"{path}.text")
         return part.text

@@ -13,7 +13,10 @@ from libs.errors import TokenloomError
 from libs.telemetry.metrics import exposition
 from services.gateway.api.errors import error_body, error_headers
 from services.gateway.api.models import model_card, model_list
+from services.gateway.api.responses import Readiness, Reason, Version
 from services.gateway.mesh import Mesh
+
+VERSION = importlib.metadata.version("tokenloom")
 
 
 def json_response(data: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -36,14 +39,13 @@ def routes(mesh: Mesh) -> list[Route]:
 
     async def ready(_request: Request) -> Response:
         """Whether new requests would be served; if not, why."""
-        obstacles = mesh.obstacles()
-        if not obstacles:
-            return json_response({"ready": True, "reasons": []})
-        reasons = [{"code": obstacle.code.spec.label, "message": obstacle.message} for obstacle in obstacles]
-        return json_response({"ready": False, "reasons": reasons}, 503, {"retry-after": "1"})
+        reasons = [Reason(obstacle.code.spec.label, obstacle.message) for obstacle in mesh.obstacles()]
+        if reasons:
+            return json_response(Readiness(False, reasons), 503, {"retry-after": "1"})
+        return json_response(Readiness(True, []))
 
     async def version(_request: Request) -> Response:
-        return json_response({"version": importlib.metadata.version("tokenloom")})
+        return json_response(Version(VERSION))
 
     async def metrics(request: Request) -> Response:
         body, content_type = exposition(mesh.metrics.registry, request.headers.get("accept", ""))

@@ -230,3 +230,23 @@ class ModelList(Struct, kw_only=True):
 
     object: str = "list"
     data: list[ModelCard]
+
+
+class Reason(Struct):
+    """Why a new request would not be served now; `code` is a label of libs.errors."""
+
+    code: str
+    message: str
+
+
+class Readiness(Struct):
+    """Response of GET /ready."""
+
+    ready: bool
+    reasons: list[Reason]
+
+
+class Version(Struct):
+    """Response of GET /version."""
+
+    version: str
