@@ -44,10 +44,14 @@ class Grammar(Protocol):
 
 
 class Backend(Protocol):
-    """A library for constraints with the model's vocabulary of `vocab_size` ids. `name` is what the flag calls it."""
+    """A library for constraints with the model's vocabulary of `vocab_size` ids, of which `endings` end a sequence.
+
+    `name` is what the flag calls it.
+    """
 
     name: str
     vocab_size: int
+    endings: tuple[int, ...]
 
     def compile(self, constraint: Constraint) -> bytes:
         """Checks a constraint and returns what `load` makes a grammar of. For a process that may be killed: it has no bound of its own.

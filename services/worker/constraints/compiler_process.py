@@ -24,7 +24,7 @@ def compile_one(backend: Backend, payload: bytes) -> bytes:
     """The answer to one question. Raises TokenloomError(INVALID_CONSTRAINT)."""
     try:
         compiled = backend.compile(Constraint.from_proto(common_pb2.Constraint.FromString(payload)))
-        probe(backend.load(compiled), backend.vocab_size)
+        probe(backend.load(compiled), backend.vocab_size, backend.endings)
         return compiled
     except TokenloomError:
         raise

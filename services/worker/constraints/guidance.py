@@ -88,6 +88,7 @@ class GuidanceBackend:
         """
         try:
             self._tokenizer = LLTokenizer(str(model.tokenizer_file), eos_token=primary_ending(model))
+            self.endings = tuple(model.eos_token_ids)
             self.vocab_size: int = self._tokenizer.vocab_size
         except Exception as error:  # the library has no class of its own for this
             raise TokenloomError(ErrorCode.UNSUPPORTED, f"llguidance cannot read {model.tokenizer_file}: {error}") from error

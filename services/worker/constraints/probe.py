@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Collection
 
 import numpy as np
 
@@ -14,9 +15,12 @@ _WALKS, _TOKENS = 2, 32
 MASK_SECONDS = 0.1
 
 
-def probe(grammar: Grammar, vocab_size: int) -> None:
-    """Walks at random, by a fixed seed. Raises TokenloomError(INVALID_CONSTRAINT) that says what is wrong with the grammar's masks."""
-    draw = random.Random(0)
+def probe(grammar: Grammar, vocab_size: int, endings: Collection[int]) -> None:
+    """Walks at random, by a fixed seed, around the ids that end a sequence.
+
+    Raises TokenloomError(INVALID_CONSTRAINT) that says what is wrong with the grammar's masks.
+    """
+    draw, ends = random.Random(0), list(endings)
     words = np.zeros(-(-vocab_size // 32), np.int32)
     for _ in range(_WALKS):
         matcher = grammar.matcher()
@@ -24,7 +28,7 @@ def probe(grammar: Grammar, vocab_size: int) -> None:
             began = time.thread_time()
             try:
                 matcher.fill(words)
-                allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+                allowed = np.setdiff1d(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")), ends)
                 if time.thread_time() - began > MASK_SECONDS:
                     raise refused(f"the constraint is too complex: after {step} tokens, finding the next takes more than {MASK_SECONDS} s")
                 if not allowed.size:

@@ -36,7 +36,10 @@ class XgrammarMatcher:
 
     def fill(self, words: Words) -> None:
         """See Matcher."""
-        self._matcher.fill_next_token_bitmask(words.reshape(1, -1), 0)
+        try:
+            self._matcher.fill_next_token_bitmask(words.reshape(1, -1), 0)
+        except RuntimeError as error:
+            raise MatcherBroken(_reason(error)) from error
         words &= ~self._outside
 
     def accept(self, token: int) -> None:
@@ -70,7 +73,7 @@ class XgrammarBackend:
     def __init__(self, model: ModelDirectory) -> None:
         """Raises TokenloomError(UNSUPPORTED) when the model's tokenizer cannot be read."""
         vocabulary = read_vocabulary(model)
-        self.vocab_size = vocabulary.size
+        self.vocab_size, self.endings = vocabulary.size, vocabulary.endings
         self._info = _tokenizer_info(vocabulary)
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         self._outside = _bits_from(vocabulary.size)
