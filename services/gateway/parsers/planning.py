@@ -122,7 +122,7 @@ def _index(indices: dict[str, int], name: str, param: str) -> int:
 def _constraint(tools: Sequence[Tool], chosen: Sequence[int], use: ToolUse) -> Constraint:
     if use.mode == "named":
         function = tools[chosen[0]].function
-        schema = arguments_schema(function.parameters, strict=bool(function.strict))
+        schema = arguments_schema(function.parameters, strict=function.strict is not False)
         return _json_schema(schema, f"tools[{chosen[0]}].function.parameters")
     return _json_schema(_list_of_calls([tools[index] for index in chosen], parallel=use.parallel), "tools")
 
@@ -131,7 +131,7 @@ def _list_of_calls(tools: Sequence[Tool], *, parallel: bool) -> dict[str, Any]:
     """The schema of [{"name": ..., "parameters": {...}}, ...]. Each tool's schema, and each of its definitions, is a definition under
     a name of its own, whatever other tools call theirs.
     """
-    schemas = [arguments_schema(tool.function.parameters, strict=bool(tool.function.strict)) for tool in tools]
+    schemas = [arguments_schema(tool.function.parameters, strict=tool.function.strict is not False) for tool in tools]
     calls = [
         {
             "type": "object",

@@ -180,13 +180,13 @@ def test_a_schema_that_is_a_reference_to_an_object_stays_one():
         assert arguments_schema(other)["type"] == "object"
 
 
-def test_strict_closes_objects_that_do_not_say_whether_they_are_open():
+def test_objects_that_do_not_say_whether_they_are_open_are_closed_unless_strict_is_false():
     inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
     parameters = {
         "type": "object",
         "properties": {"a": inner, "open": {**inner, "additionalProperties": True}, "properties": {"enum": [{"properties": {}}]}},
     }
-    strict, loose = (plan_tools([tool("f", parameters, strict)], named("f")) for strict in (True, None))
+    strict, loose = (plan_tools([tool("f", parameters, strict)], named("f")) for strict in (None, False))
     for arguments in ({"more": 1}, {"a": {"more": 1}}):
         assert allows(loose, arguments)
         assert not allows(strict, arguments)
