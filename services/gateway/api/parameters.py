@@ -37,6 +37,9 @@ _INT32 = _between(-(2**31), 2**31 - 1)
 _TOKEN_ID = _between(0, 2**32 - 1)
 _ALTERNATIVES = _between(0, 2**31 - 1)
 _PENALTY = _between(-sampling_fields.MAX_PENALTY, sampling_fields.MAX_PENALTY)
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", **_TOKEN_ID}}
+_PROMPTS = ({"type": "array", "minItems": 1, "items": {"type": "string"}}, _IDS, {"type": "array", "minItems": 1, "items": _IDS})
+_XARG = {"type": ["string", "number"]}
 _OLDER = "vLLM's older name of what is in `structured_outputs`."
 _SPECIAL = "Whether the tokens that the tokenizer puts around a prompt are added."
 
@@ -86,7 +89,10 @@ _REQUEST: Mapping[str, Parameter] = {
         "Only the last so many tokens of each prompt are used; -1: as many as fit.", {**_between(-1, 2**31 - 1), "not": {"const": 0}}
     ),
     "add_special_tokens": Parameter(f"{_SPECIAL} Absent: true for a prompt, false for messages."),
-    "vllm_xargs": Parameter("What the operator's own logits processors are told: texts, numbers, and lists of them."),
+    "vllm_xargs": Parameter(
+        "What the operator's own logits processors are told.",
+        {"additionalProperties": {"anyOf": [_XARG, {"type": "array", "items": _XARG}]}},
+    ),
     "response_format": Parameter("What the output keeps to."),
     "structured_outputs": Parameter("What the output keeps to: exactly one kind."),
     "guided_json": Parameter(_OLDER),
@@ -131,7 +137,7 @@ _CHAT: Mapping[str, Parameter] = {
 }
 
 _COMPLETION: Mapping[str, Parameter] = {
-    "prompt": Parameter("A text, texts, token ids, or lists of token ids.", {"minItems": 1}),
+    "prompt": Parameter("A text, texts, token ids, or lists of token ids.", {"anyOf": [{"type": "string"}, *_PROMPTS]}),
     "logprobs": Parameter("Alternatives to list beside each token; with `echo` beside those of the prompt too.", _ALTERNATIVES),
     "echo": Parameter("Whether the text begins with its prompt."),
     # With echo, 0 asks for the prompt alone.
