@@ -11,6 +11,8 @@ from libs.packing import unpack_ids
 from tokenloom.common.v1 import common_pb2
 
 _ITEM = 4
+# Bytes of an id with its log-probability.
+ENTRY_BYTES = 2 * _ITEM
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,16 @@ class PackedLogprobs:
     @property
     def _width(self) -> int:
         return _ITEM * (self.alternatives + 1)
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position, without its rank."""
+        return 2 * self._width
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all positions, without their ranks."""
+        return len(self) * self.position_bytes
 
     @classmethod
     def from_proto(cls, message: common_pb2.Logprobs) -> PackedLogprobs:

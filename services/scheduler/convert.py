@@ -10,7 +10,7 @@ from libs.clock import Clock
 from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
 from libs.logprobs import PackedLogprobs
-from libs.packing import pack_ids, unpack_ids
+from libs.packing import count_ids, pack_ids, unpack_ids
 from libs.sampling import SamplingParams
 from libs.telemetry.tracing import TraceParent
 from services.scheduler.core.naming import extend_names
@@ -52,15 +52,20 @@ _CANCEL = {
 _CANCEL_BACK: dict[int, CancelReason] = {int(wire): reason for reason, wire in _CANCEL.items()}
 
 
+# Log-probabilities of one prompt, alternatives included: 32 MiB, which its gateway holds until they are all there.
+MOST_PROMPT_ENTRIES = 4 * 1024 * 1024
+
+
 @dataclass(frozen=True, slots=True)
 class SubmitRules:
     """What a submit must keep to: the served model's stopping, the number of its ids, whether priorities are served, how many
-    alternatives log-probabilities may list, and whether workers take constraints."""
+    alternatives log-probabilities of output and prompt may list, and whether workers take constraints."""
 
     stopping: StopRules
     vocab_size: int
     priorities: bool = False
     max_logprobs: int = 0
+    max_prompt_logprobs: int = 0
     constraints: bool = False
 
 
@@ -145,11 +150,20 @@ def _check_submit(submit: scheduler_pb2.Submit, rules: SubmitRules) -> None:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, message, param="priority")
     if submit.choices > 1:
         raise TokenloomError(ErrorCode.UNSUPPORTED, "a submit stands for one choice; each further one names its parent", param="n")
-    for name in ("logprobs", "prompt_logprobs"):
-        asked = getattr(submit.sampling, name)
-        if asked > rules.max_logprobs:
-            message = f"{name} must be at most {rules.max_logprobs} here (--max-logprobs); got {asked}"
+    _check_logprobs(submit, rules)
+
+
+def _check_logprobs(submit: scheduler_pb2.Submit, rules: SubmitRules) -> None:
+    sampling = submit.sampling
+    for name, most in (("logprobs", rules.max_logprobs), ("prompt_logprobs", rules.max_prompt_logprobs)):
+        asked = getattr(sampling, name)
+        if asked > most:
+            message = f"{name} must be at most {most} here (--max-logprobs, and what a step's answer holds); got {asked}"
             raise TokenloomError(ErrorCode.INVALID_REQUEST, message, param=name)
+    entries = (sampling.prompt_logprobs + 1) * count_ids(submit.prompt_ids)
+    if sampling.HasField("prompt_logprobs") and entries > MOST_PROMPT_ENTRIES:
+        message = f"the prompt's log-probabilities would be {entries}; at most {MOST_PROMPT_ENTRIES} are given"
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, message, param="prompt_logprobs")
 
 
 def to_batch(plan: StepPlan, trace_of: Callable[[RequestKey], WireTrace | None]) -> worker_pb2.StepBatch:

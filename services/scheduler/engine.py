@@ -27,7 +27,7 @@ from services.scheduler.core.queue import Policy
 from services.scheduler.core.request import RequestEvent, WaitReason
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stopping import StopRules
-from services.scheduler.facts import check_fit, fits_anew, limits_of
+from services.scheduler.facts import check_fit, fits_anew, limits_of, most_logprobs
 from services.scheduler.intake import Intake
 from services.scheduler.leadership import Leadership
 from services.scheduler.metrics import SchedulerMetrics
@@ -137,11 +137,13 @@ class Engine:
         policy, limits = Policy(self._config.scheduling_policy), limits_of(self._config, facts)
         stopping = StopRules(tuple(facts.eos_token_ids), facts.max_model_len, self._table)
         self.shard.facts = facts
+        of_output, of_prompt = most_logprobs(self._config, facts)
         self.shard.rules = SubmitRules(
             stopping,
             facts.vocab_size,
             priorities=policy is Policy.PRIORITY,
-            max_logprobs=min(facts.max_logprobs, facts.vocab_size),
+            max_logprobs=of_output,
+            max_prompt_logprobs=of_prompt,
             constraints=bool(facts.constraint_backend),
         )
         if self.shard.state is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from libs.blocks import BLOCK_SIZE
 from libs.errors import ErrorCode, TokenloomError
+from libs.logprobs import ENTRY_BYTES
 from libs.rpc import PROTOCOL_VERSION
 from libs.telemetry.logs import get_logger
 from services.scheduler.config import SchedulerConfig
@@ -12,6 +13,9 @@ from services.scheduler.windows import Share
 from tokenloom.scheduler.v1 import scheduler_pb2
 from tokenloom.worker.v1 import worker_pb2
 
+# Bytes that the log-probabilities of all tokens drawn in a step may take, and again those of all prompt positions: both together, and what
+# else stands in a worker's answer, fit into a message of 64 MiB.
+_LOGPROBS_BYTES = 24 * 1024 * 1024
 # Without any of these a worker attaches and nobody it is given ever runs.
 _NEEDED = ("num_blocks", "num_slots", "max_tokens_per_step", "max_model_len", "vocab_size")
 
@@ -67,11 +71,23 @@ def fits_anew(worker: str, facts: worker_pb2.WorkerFacts, config: SchedulerConfi
     return True
 
 
+def most_logprobs(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> tuple[int, int]:
+    """Alternatives that a request may ask for, of its output's tokens and of its prompt's: what workers list, and what one answer of theirs
+    holds when everybody in a step asks for them."""
+    listed, entries = min(facts.max_logprobs, facts.vocab_size), _LOGPROBS_BYTES // ENTRY_BYTES
+    rows, tokens = min(config.max_num_seqs, facts.num_slots), _token_budget(config, facts)
+    return min(listed, max(0, entries // rows - 1)), min(listed, max(0, entries // tokens - 1))
+
+
+def _token_budget(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> int:
+    budget = min(config.max_num_batched_tokens, facts.max_tokens_per_step)
+    return budget if config.enable_chunked_prefill else max(budget, facts.max_model_len)
+
+
 def limits_of(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> Limits:
     """The limits of steps and queue. Without chunked prefill the token budget is at least the context length, and the log says so."""
-    budget = min(config.max_num_batched_tokens, facts.max_tokens_per_step)
-    if not config.enable_chunked_prefill and budget < facts.max_model_len:
-        budget = facts.max_model_len
+    budget = _token_budget(config, facts)
+    if budget > min(config.max_num_batched_tokens, facts.max_tokens_per_step):
         log.warning("token budget raised to the context length because chunked prefill is off", max_num_batched_tokens=budget)
     return Limits(
         max_tokens_per_step=budget,
@@ -94,7 +110,7 @@ def model_facts(facts: worker_pb2.WorkerFacts, config: SchedulerConfig) -> sched
         defaults=facts.defaults,
         priority_scheduling=config.scheduling_policy == "priority",
         max_live_sequences=config.max_queue,
-        max_logprobs=facts.max_logprobs,
+        max_logprobs=most_logprobs(config, facts)[0],
         constraint_backend=facts.constraint_backend,
         logits_processors=facts.logits_processors,
         max_live_tokens=config.max_queue_tokens,

@@ -25,6 +25,8 @@ from tokenloom.common.v1 import common_pb2
 from tokenloom.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 STALL_SECONDS = 10.0
+# Log-probabilities in one frame: far under the 64 MiB of a message, and little enough that it does not hold up the frame after it.
+MAX_LOGPROBS_BYTES = 8 * 1024 * 1024
 # Submits and cancels handled before the loop may turn to a worker's result.
 _FRAMES_PER_TURN = 16
 # What reading or writing a stream raises when it is over.
@@ -40,6 +42,13 @@ class _Entry:
     first_index: int
     tokens: list[int] = field(default_factory=list)
     logprobs: PackedLogprobs | None = None
+
+    def piece(self, first: int, end: int) -> _Entry:
+        """Tokens `first` to `end` of it: itself, or a copy."""
+        if end - first == len(self.tokens):
+            return self
+        logprobs = self.logprobs.piece(first, end) if self.logprobs is not None else None
+        return _Entry(self.first_index + first, self.tokens[first:end], logprobs)
 
 
 @dataclass(slots=True)
@@ -78,9 +87,15 @@ class Outbox:
         self.told.pop(request_id, None)
 
     def take(self, session: int, window: scheduler_pb2.Window) -> scheduler_pb2.SchedulerFrame:
-        """Everything as one frame of packed arrays; the outbox is empty afterwards."""
-        deltas, endings, accepted, welcome, told = self.deltas, self.endings, self.accepted, self.welcome, self.told
-        self.deltas, self.endings, self.accepted, self.welcome, self.told, self.window_changed = {}, [], [], None, {}, False
+        """Everything as one frame of packed arrays; the outbox is empty afterwards, but for log-probabilities beyond MAX_LOGPROBS_BYTES and
+        what must not overtake them: the next frame carries on."""
+        told, room = self._take_told(MAX_LOGPROBS_BYTES)
+        deltas = self._take_deltas(room)
+        left = self.told.keys() | self.deltas.keys()
+        endings = [ending for ending in self.endings if ending.id not in left]
+        self.endings = [ending for ending in self.endings if ending.id in left]
+        accepted, welcome = self.accepted, self.welcome
+        self.accepted, self.welcome, self.window_changed = [], None, False
         logprobs = [entry.logprobs.to_proto() if entry.logprobs is not None else _NO_LOGPROBS for entry in deltas.values()]
         return scheduler_pb2.SchedulerFrame(
             session=session,
@@ -98,6 +113,37 @@ class Outbox:
                 for request_id, (first, positions) in told.items()
             ],
         )
+
+    def _take_told(self, room: int) -> tuple[dict[int, tuple[int, PackedLogprobs]], int]:
+        """Prompt positions of at most `room` bytes, and what room they leave."""
+        taken, left = dict[int, tuple[int, PackedLogprobs]](), dict[int, tuple[int, PackedLogprobs]]()
+        for request_id, (first, logprobs) in self.told.items():
+            fit = min(len(logprobs), room // logprobs.position_bytes)
+            room -= fit * logprobs.position_bytes
+            if fit:
+                taken[request_id] = (first, logprobs.piece(0, fit))
+            if fit < len(logprobs):
+                left[request_id], room = (first + fit, logprobs.piece(fit)), 0
+        self.told = left
+        return taken, room
+
+    def _take_deltas(self, room: int) -> dict[int, _Entry]:
+        """Tokens with log-probabilities of at most `room` bytes; none of a request whose prompt is not told yet."""
+        taken, left = dict[int, _Entry](), dict[int, _Entry]()
+        for request_id, entry in self.deltas.items():
+            fit = len(entry.tokens)
+            if request_id in self.told:
+                fit = 0
+            elif entry.logprobs is not None:
+                fit = min(fit, room // entry.logprobs.position_bytes)
+                room -= fit * entry.logprobs.position_bytes
+            if fit:
+                taken[request_id] = entry.piece(0, fit)
+            if fit < len(entry.tokens):
+                left[request_id] = entry.piece(fit, len(entry.tokens))
+                room = room if request_id in self.told else 0
+        self.deltas = left
+        return taken
 
 
 def _joined(known: PackedLogprobs | None, news: PackedLogprobs) -> PackedLogprobs:
@@ -215,6 +261,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             if session.outbox.is_empty:
                 continue
             frame = session.outbox.take(session.id, self._owner.window(session))
+            if not session.outbox.is_empty:
+                session.nudge()
             try:
                 async with asyncio.timeout(STALL_SECONDS):  # not wait_for, which can forget that the session was closed
                     await context.write(frame)

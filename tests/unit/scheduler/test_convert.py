@@ -174,10 +174,19 @@ class TestSubmit:
 
     @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
     def test_more_log_probabilities_than_the_workers_list_are_refused(self, field: str):
-        assert to_request(message([1], **{field: 3}), max_logprobs=3)[0].sampling == message_params(**{field: 3})
+        rules = {"max_logprobs": 2, "max_prompt_logprobs": 2, f"max_{field}": 3}
+        assert to_request(message([1], **{field: 3}), **rules)[0].sampling == message_params(**{field: 3})
         with pytest.raises(TokenloomError, match=f"{field} must be at most 3 .*; got 4") as caught:
-            to_request(message([1], **{field: 4}), max_logprobs=3)
+            to_request(message([1], **{field: 4}), **rules)
         assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, field)
+
+    def test_a_prompt_is_told_no_more_than_its_gateway_may_hold(self):
+        """64 tokens with 65,535 alternatives are the bound."""
+        to_request(message([1] * 64, prompt_logprobs=2**16 - 1), max_prompt_logprobs=2**17)
+        for prompt, alternatives in (([1] * 65, 2**16 - 1), ([1] * 64, 2**16)):
+            with pytest.raises(TokenloomError, match="at most 4194304 are given") as caught:
+                to_request(message(prompt, prompt_logprobs=alternatives), max_prompt_logprobs=2**17)
+            assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, "prompt_logprobs")
 
     def test_stop_strings_are_refused_where_the_text_table_is_not_exact(self):
         table = text_table()

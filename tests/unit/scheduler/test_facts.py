@@ -8,7 +8,7 @@ import pytest
 
 from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.facts import check_fit, limits_of, model_facts, welcome_of, window_of
+from services.scheduler.facts import check_fit, limits_of, model_facts, most_logprobs, welcome_of, window_of
 from services.scheduler.windows import Share
 from tokenloom.common.v1 import common_pb2
 from tokenloom.worker.v1 import worker_pb2
@@ -156,3 +156,23 @@ def test_gateways_learn_what_compiles_constraints_and_which_processors_run():
     told = model_facts(facts(), SchedulerConfig())
     assert (told.constraint_backend, list(told.logits_processors)) == ("llguidance", ["calm", "tint"])
     assert model_facts(facts(constraint_backend=""), SchedulerConfig()).constraint_backend == ""
+
+
+def test_alternatives_are_what_the_workers_list_and_one_answer_holds():
+    """24 MiB of 8 bytes each for the tokens of all rows, and as many for all prompt positions of a step."""
+    entries = 3 * 1024 * 1024
+    wide = facts(max_logprobs=10**6, vocab_size=10**6, num_slots=256, max_tokens_per_step=4096)
+    assert most_logprobs(SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048), wide) == (entries // 64 - 1, entries // 2048 - 1)
+    whole = SchedulerConfig(max_num_batched_tokens=100, enable_chunked_prefill=False)
+    assert most_logprobs(whole, facts(max_logprobs=10**6, vocab_size=10**6))[1] == entries // 128 - 1
+    assert most_logprobs(SchedulerConfig(), facts(max_logprobs=20)) == (20, 20)
+    assert most_logprobs(SchedulerConfig(), facts(max_logprobs=100)) == (40, 40), "there are no more ids"
+    assert model_facts(facts(max_logprobs=20), SchedulerConfig()).max_logprobs == 20
+
+
+def test_a_worker_that_lists_fewer_log_probabilities_than_the_mesh_is_refused():
+    check(facts(max_logprobs=21), facts(max_logprobs=20))
+    check(facts(max_logprobs=5), facts(max_logprobs=20), alone=True)
+    with pytest.raises(TokenloomError, match="w1: its --max-logprobs is 19, the mesh has 20") as caught:
+        check(facts(max_logprobs=19), facts(max_logprobs=20))
+    assert caught.value.code is ErrorCode.CANNOT_FIT
