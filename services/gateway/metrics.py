@@ -20,7 +20,7 @@ CANCELLED = (
     *(name.removeprefix("CANCEL_REASON_").lower() for name, number in common_pb2.CancelReason.items() if number),
     "deadline",
 )
-STRAY = ("delta", "ending", "accepted", "frame")
+STRAY = ("delta", "ending", "accepted", "frame", "positions")
 
 
 class GatewayMetrics:

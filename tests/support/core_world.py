@@ -51,7 +51,9 @@ class World:
         self.state = SchedulerState(shape.limits(), Policy(shape.policy))
         self.state.checking.checks = Checks(shape.most_idle)
         stopping = StopRules((EOS,), MAX_MODEL_LEN, TABLE)
-        self.rules = SubmitRules(stopping, VOCABULARY, priorities=shape.policy == "priority", max_logprobs=2, max_prompt_logprobs=2, constraints=True)
+        self.rules = SubmitRules(
+            stopping, VOCABULARY, priorities=shape.policy == "priority", max_logprobs=2, max_prompt_logprobs=2, constraints=True
+        )
         self.names = [f"g{number}" for number in range(shape.groups)]
         self.rigs: dict[str, Rig] = {}
         self.clients: dict[RequestKey, Client] = {}
