@@ -9,6 +9,7 @@ import re
 
 from services.worker.constraints.base import refused
 from services.worker.constraints.expressions import (
+    ANY,
     MAX_COUNT,
     Chars,
     Choice,
@@ -20,7 +21,6 @@ from services.worker.constraints.expressions import (
     complement,
     normal,
 )
-from services.worker.constraints.regexes import ANY
 
 MAX_NESTING = 100
 _DEFINITION = re.compile(r"([A-Za-z_][\w-]*)[ \t]*::=")

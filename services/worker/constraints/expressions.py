@@ -5,7 +5,7 @@ One reading for all backends: what is refused, and what an expression means, doe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from services.worker.constraints.base import refused
@@ -21,6 +21,10 @@ MAX_CHOICE_SIZE = 200_000
 MAX_COUNT = 16_384
 
 Ranges = tuple[tuple[int, int], ...]
+
+
+# Every character that UTF-8 has.
+ANY: Ranges = ((0, _SURROGATES[0] - 1), (_SURROGATES[1] + 1, LAST_CHARACTER))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def check(rules: RuleSet, limit: int = MAX_SIZE) -> None:
         raise refused(f"the grammar has no rule {rules.root}")
     if sum(size(expression) for expression in rules.rules.values()) > limit:
         raise refused(f"the expression is too big: with its repetitions written out it has more than {limit} parts")
-    finite = _finite_rules(rules)
+    finite = finite_rules(rules)
     if rules.root not in finite:
         raise refused(f"no finite text satisfies the grammar: rule {_culprit(rules, finite)} needs itself, or nothing at all matches it")
 
@@ -175,9 +179,9 @@ def _references(expression: Expression) -> Iterator[str]:
         yield from _references(item)
 
 
-def _finite_rules(rules: RuleSet) -> set[str]:
-    """The rules that some finite text satisfies: the least fixed point."""
-    finite: set[str] = set()
+def finite_rules(rules: RuleSet, known: Collection[str] | None = None) -> set[str]:
+    """The rules that some finite text satisfies: the least fixed point. A name that is not in `known` counts as satisfied."""
+    finite = set() if known is None else {name for rule in rules.rules.values() for name in _references(rule) if name not in known}
     while True:
         more = {name for name, expression in rules.rules.items() if name not in finite and _finite(expression, finite)}
         if not more:

@@ -7,7 +7,7 @@ below, and lets go of the interpreter's lock.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -17,9 +17,11 @@ from libs.models.directory import ModelDirectory
 from services.worker.constraints.base import MatcherBroken, Words, refused
 from services.worker.constraints.ebnf import is_ebnf, read_ebnf
 from services.worker.constraints.expressions import MAX_SIZE, RuleSet, check, expanded, expanded_size, one_of
+from services.worker.constraints.lark import check_lark
 from services.worker.constraints.regexes import read_regex, read_search
 from services.worker.constraints.schemas import read_schema, with_patterns
 from services.worker.constraints.spelling import lark_of, regex_of
+from services.worker.constraints.tags import lark_of_tag, read_tag
 from services.worker.constraints.vocabulary import primary_ending
 
 # About a fifth of the library's defaults: what a mask may cost in the worst case is what the rows beside it wait for.
@@ -126,9 +128,10 @@ def _grammar_text(constraint: Constraint) -> str:
         case ConstraintKind.GRAMMAR if is_ebnf(constraint.text):
             return _rules(read_ebnf(constraint.text))
         case ConstraintKind.GRAMMAR:
+            check_lark(constraint.text)
             return LLMatcher.grammar_from_lark(constraint.text)
         case ConstraintKind.STRUCTURAL_TAG:
-            raise refused("structural tags are not supported")
+            return LLMatcher.grammar_from_lark(lark_of_tag(read_tag(constraint.text), lambda schema: _inline(schema, constraint.compact)))
 
 
 def _pattern(pattern: str) -> str:
@@ -145,18 +148,27 @@ def _rules(rules: RuleSet) -> str:
     return LLMatcher.grammar_from_lark(lark_of(rules))
 
 
+def _inline(schema: dict[str, Any], compact: bool) -> str:
+    """A schema within Lark, with the options that `_json` gives."""
+    return f"%json {json.dumps({**with_patterns(schema, _pattern), 'x-guidance': _options(compact)})}"
+
+
+def _options(compact: bool) -> dict[str, Any]:
+    return {
+        "item_separator": ",",
+        "key_separator": ":",
+        "whitespace_flexible": not compact,
+        "whitespace_pattern": None if compact else WHITE_SPACE,
+        "coerce_one_of": False,
+        "lenient": False,
+    }
+
+
 def _json(schema: dict[str, Any], *, compact: bool) -> str:
     """All options are overrides: a schema may bring its own under `x-guidance`, which are the client's wishes, not the operator's."""
     return LLMatcher.grammar_from_json_schema(
         json.dumps(schema),
-        overrides={
-            "item_separator": ",",
-            "key_separator": ":",
-            "whitespace_flexible": not compact,
-            "whitespace_pattern": None if compact else WHITE_SPACE,
-            "coerce_one_of": False,
-            "lenient": False,
-        },
+        overrides=cast(Any, _options(compact)),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from services.worker.constraints.base import refused
 from services.worker.constraints.expressions import (
+    ANY,
     LAST_CHARACTER,
     MAX_COUNT,
     Chars,
@@ -27,7 +28,6 @@ from services.worker.constraints.expressions import (
 )
 
 MAX_NESTING = 100
-ANY = normal([(0, LAST_CHARACTER)])
 _DIGITS: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = normal([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
 _SPACE: Ranges = normal([(0x09, 0x0D), (0x20, 0x20)])

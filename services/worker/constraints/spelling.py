@@ -40,8 +40,16 @@ def xgrammar_regex_of(expression: Expression) -> str:
 
 
 def lark_of(rules: RuleSet) -> str:
-    """Lark in which every terminal is one character: a longer one would be matched greedily, which changes what a grammar means."""
-    names = {name: f"r{index}" for index, name in enumerate(rules.rules)} | {rules.root: "start"}
+    """A whole grammar in Lark."""
+    return "\n".join(lark_rules(rules, "start"))
+
+
+def lark_rules(rules: RuleSet, root: str) -> list[str]:
+    """Lark in which every terminal is one character: a longer one would be matched greedily, which changes what a grammar means.
+
+    The root rule is named `root`, the others by its name and a number.
+    """
+    names = {name: f"{root}_{index}" for index, name in enumerate(rules.rules)} | {rules.root: root}
 
     def spell(expression: Expression) -> str:
         match expression:
@@ -56,7 +64,7 @@ def lark_of(rules: RuleSet) -> str:
             case Rule(name):
                 return names[name]
 
-    return "\n".join(f"{names[name]}: {spell(expression)}" for name, expression in rules.rules.items())
+    return [f"{names[name]}: {spell(expression)}" for name, expression in rules.rules.items()]
 
 
 def ebnf_of(rules: RuleSet, prefix: str = "rule") -> str:

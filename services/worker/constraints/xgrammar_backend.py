@@ -7,6 +7,7 @@ one and spells the other, so that its outputs are instances of the client's sche
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import xgrammar
@@ -16,9 +17,11 @@ from libs.models.directory import ModelDirectory
 from services.worker.constraints.base import MatcherBroken, Words, refused
 from services.worker.constraints.ebnf import is_ebnf, read_ebnf
 from services.worker.constraints.expressions import RuleSet, check, one_of
+from services.worker.constraints.lark import check_lark
 from services.worker.constraints.regexes import read_regex
 from services.worker.constraints.schemas import read_schema
 from services.worker.constraints.spelling import ebnf_of
+from services.worker.constraints.tags import read_tag, with_leaves
 from services.worker.constraints.vocabulary import Vocabulary, read_vocabulary
 from services.worker.constraints.xgrammar_schemas import for_xgrammar
 
@@ -102,9 +105,13 @@ class XgrammarBackend:
             case ConstraintKind.GRAMMAR if is_ebnf(constraint.text):
                 return self._rules(read_ebnf(constraint.text))
             case ConstraintKind.GRAMMAR:
+                check_lark(constraint.text)
                 return self._compiler.compile_lark(constraint.text)
             case ConstraintKind.STRUCTURAL_TAG:
-                raise refused("structural tags are not supported")
+                if constraint.compact:
+                    raise refused("xgrammar cannot keep white space out of a structural tag's JSON; the backend llguidance can")
+                node = with_leaves(read_tag(constraint.text), _leaf)
+                return self._compiler.compile_structural_tag({"type": "structural_tag", "format": node})
 
     def _rules(self, rules: RuleSet) -> xgrammar.CompiledGrammar:
         check(rules)
@@ -120,6 +127,17 @@ def _tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
     """Ids without bytes are what the library takes for special ones: they match no text."""
     tokens = [b"" if index in vocabulary.special else token for index, token in enumerate(vocabulary.tokens)]
     return xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.endings))
+
+
+def _leaf(node: dict[str, Any]) -> dict[str, Any]:
+    """A format of a structural tag that holds a schema, a pattern or a grammar, as the library is to read it."""
+    match node["type"]:
+        case "json_schema":
+            return {**node, "json_schema": for_xgrammar(node["json_schema"]), "max_whitespace_cnt": WHITE_SPACE}
+        case "regex":
+            return {"type": "grammar", "grammar": ebnf_of(read_regex(node["pattern"]))}
+        case _:
+            return {"type": "grammar", "grammar": ebnf_of(read_ebnf(node["grammar"]))}
 
 
 def _bits_from(size: int) -> Words:

@@ -10,6 +10,7 @@ from typing import Any
 
 from services.worker.constraints.base import refused
 from services.worker.constraints.expressions import (
+    ANY,
     Chars,
     Choice,
     Expression,
@@ -23,7 +24,7 @@ from services.worker.constraints.expressions import (
     minus,
     normal,
 )
-from services.worker.constraints.regexes import ANY, read_search
+from services.worker.constraints.regexes import read_search
 from services.worker.constraints.spelling import xgrammar_regex_of
 
 _OF_TYPE: dict[str, frozenset[str]] = {
