@@ -95,9 +95,10 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     async def Decode(self, request, context):
         ids = unpack_ids(request.token_ids)
-        if max(ids, default=0) >= VOCAB:
+        if max(ids, default=0) >= self.table.vocab_size:
             await abort(context, TokenloomError(ErrorCode.INVALID_REQUEST, f"token id {max(ids)} is out of range", param="prompt"))
-        return tokenizer_pb2.DecodeResponse(text=bytes(ids).decode())
+        text = b"".join(self.table.tokens[token_id] for token_id in ids).decode(errors="replace")
+        return tokenizer_pb2.DecodeResponse(text=text)
 
     async def Describe(self, request, context):
         if self.failure is not None and self.failure.code in (ErrorCode.UNAVAILABLE, ErrorCode.TOKENIZER_UNAVAILABLE):
