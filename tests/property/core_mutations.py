@@ -68,7 +68,7 @@ CORE_MUTATIONS = [
         "an answer that does not fit its batch is believed",
         "2: a failed batch is replayed",
         "apply",
-        "not group.broken and len(outcome.rows) == len(outcome.tokens) == len(plan.rows):",
+        "not group.broken and _fits(plan, outcome):",
         "not group.broken:",
     ),
     Mutation(
