@@ -1,0 +1,155 @@
+"""A pool of helper processes: answers, refusals, and processes that hang or die."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from libs.clock import SystemClock
+from libs.errors import ErrorCode, TokenloomError
+from libs.helper_pool import HelperPool, Refusals
+
+# Answers in capitals; refuses, hangs, dies or grows when asked to.
+HELPER = """
+import os, time
+from libs.errors import ErrorCode, TokenloomError
+from libs.helper_frames import limit_memory, serve_frames
+
+def answer(payload):
+    match payload:
+        case b"refuse":
+            raise TokenloomError(ErrorCode.INVALID_CONSTRAINT, "no")
+        case b"hang":
+            time.sleep(600)
+        case b"die":
+            os._exit(3)
+        case b"grow":
+            try:
+                return bytes(1 << 30)[:0]
+            except MemoryError:
+                raise TokenloomError(ErrorCode.INVALID_CONSTRAINT, "too much memory")
+    print("what a library prints breaks no frame")
+    return payload.upper()
+
+def load():
+    limit_memory(64 << 20)
+    return answer
+
+raise SystemExit(serve_frames(load))
+"""
+REFUSALS = Refusals("asking", ErrorCode.CONSTRAINT_BUSY, ErrorCode.INVALID_CONSTRAINT, ErrorCode.INVALID_CONSTRAINT)
+WAIT = 30.0
+
+
+@dataclass
+class Observer:
+    running: int = 0
+    working: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def size(self, running: int) -> None:
+        self.running = running
+
+    def busy(self, change: int) -> None:
+        self.working += change
+
+    def replaced(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+def pool_of(observer: Observer, *, time_limit: float = WAIT, max_waiting: int = 4, script: str = HELPER) -> HelperPool:
+    return HelperPool(
+        [sys.executable, "-c", script],
+        size=1,
+        max_waiting=max_waiting,
+        time_limit=time_limit,
+        refusals=REFUSALS,
+        clock=SystemClock(),
+        observer=observer,
+    )
+
+
+@pytest.fixture
+async def observer() -> Observer:
+    return Observer()
+
+
+@pytest.fixture
+async def pool(observer: Observer) -> AsyncIterator[HelperPool]:
+    pool = pool_of(observer)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+async def refusal(pool: HelperPool, payload: bytes) -> TokenloomError:
+    with pytest.raises(TokenloomError) as caught:
+        await asyncio.wait_for(pool.ask(payload), WAIT)
+    return caught.value
+
+
+async def test_answers_refusals_and_limits_of_memory_leave_the_process_as_it_is(pool: HelperPool, observer: Observer):
+    pids = pool.pids
+    assert (await pool.ask(b"abc")).payload == b"ABC"
+    assert (await refusal(pool, b"refuse")).message == "no"
+    assert (await refusal(pool, b"grow")).message == "too much memory"
+    assert (await pool.ask(b"again")).worked_us > 0
+    assert (pool.pids, observer.reasons, observer.working) == (pids, [], 0)
+
+
+async def test_a_question_on_which_two_processes_die_is_refused_and_the_next_is_answered(pool: HelperPool, observer: Observer):
+    error = await refusal(pool, b"die")
+    assert error.code is ErrorCode.INVALID_CONSTRAINT
+    assert "two processes" in error.message
+    assert (await pool.ask(b"next")).payload == b"NEXT"
+    assert (observer.reasons, observer.running) == (["died", "died"], 1)
+
+
+async def test_a_question_that_hangs_is_refused_in_time_and_its_process_replaced(observer: Observer):
+    pool = pool_of(observer, time_limit=0.3)
+    await pool.start()
+    error = await refusal(pool, b"hang")
+    assert error.code is ErrorCode.INVALID_CONSTRAINT
+    assert "longer than 0.3 s" in error.message
+    assert observer.reasons == ["timeout"]
+    await pool.close()
+
+
+async def test_what_is_asked_before_the_start_waits_and_beyond_the_bound_is_refused(observer: Observer):
+    pool = pool_of(observer, max_waiting=1)
+    first = asyncio.create_task(pool.ask(b"first"))
+    await asyncio.sleep(0)
+    assert (await refusal(pool, b"second")).code is ErrorCode.CONSTRAINT_BUSY
+    await pool.start()
+    assert (await asyncio.wait_for(first, WAIT)).payload == b"FIRST"
+    await pool.close()
+
+
+async def test_who_leaves_takes_the_question_out_of_its_process(pool: HelperPool, observer: Observer):
+    leaving = asyncio.create_task(pool.ask(b"hang"))
+    async with asyncio.timeout(WAIT):
+        while not observer.working:
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        assert (await pool.ask(b"next")).payload == b"NEXT"
+    assert observer.reasons == ["abandoned"]
+
+
+async def test_a_process_that_cannot_start_is_an_error_of_the_start(observer: Observer):
+    pool = pool_of(observer, script="raise SystemExit(1)")
+    with pytest.raises(TokenloomError, match="asking cannot start"):
+        await pool.start()
+
+
+async def test_what_waits_at_the_end_is_refused(observer: Observer):
+    pool = pool_of(observer)
+    waiting = asyncio.create_task(pool.ask(b"x"))
+    await asyncio.sleep(0)
+    await pool.close()
+    with pytest.raises(TokenloomError) as caught:
+        await waiting
+    assert caught.value.code is ErrorCode.DRAINING
