@@ -22,7 +22,6 @@ from services.worker.constraints.regexes import read_regex, read_search
 from services.worker.constraints.schemas import read_schema, with_patterns
 from services.worker.constraints.spelling import lark_of, regex_of
 from services.worker.constraints.tags import lark_of_tag, read_tag
-from services.worker.constraints.vocabulary import primary_ending
 
 # About a fifth of the library's defaults: what a mask may cost in the worst case is what the rows beside it wait for.
 LIMITS = LLParserLimits(
@@ -88,8 +87,10 @@ class GuidanceBackend:
 
         The library reads tokenizer.json by itself: what a grammar forces has the tokenizer's own spelling, without a call into Python.
         """
+        if not model.eos_token_ids:
+            raise TokenloomError(ErrorCode.UNSUPPORTED, "the model names no end of sequence, so that constrained outputs could not end")
         try:
-            self._tokenizer = LLTokenizer(str(model.tokenizer_file), eos_token=primary_ending(model))
+            self._tokenizer = LLTokenizer(str(model.tokenizer_file), eos_token=model.eos_token_ids[0])
             self.endings = tuple(model.eos_token_ids)
             self.vocab_size: int = self._tokenizer.vocab_size
         except Exception as error:  # the library has no class of its own for this

@@ -1,4 +1,7 @@
-"""The ids that a model may sample, as backends need them: the bytes of each, and which are no text."""
+"""The ids that a model may sample, for a backend that is given them: the bytes of each, and which are no text.
+
+Needs the `tokenizers` package, which comes with xgrammar; llguidance reads tokenizer.json by itself.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +38,6 @@ def read_vocabulary(directory: ModelDirectory) -> Vocabulary:
     table = build_text_table(Tokenizer.from_file(str(directory.tokenizer_file)), directory.tokenizer_fingerprint)
     size = min(table.vocab_size, directory.config.vocab_size)
     return vocabulary_of(table.tokens[:size], table.classes[:size], directory.eos_token_ids)
-
-
-def primary_ending(model: ModelDirectory) -> int:
-    """The first id that ends a sequence. Raises TokenloomError(UNSUPPORTED) where there is none."""
-    if not model.eos_token_ids:
-        raise TokenloomError(ErrorCode.UNSUPPORTED, "the model names no end of sequence, so that constrained outputs could not end")
-    return model.eos_token_ids[0]
 
 
 def vocabulary_of(tokens: Sequence[bytes], classes: bytes, endings: Sequence[int]) -> Vocabulary:
