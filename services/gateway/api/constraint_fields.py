@@ -176,7 +176,10 @@ def _parsed(text: str, param: str) -> Any:
 
 
 def _written(value: Any, param: str) -> str:
-    text = msgspec.json.encode(value).decode()
+    try:
+        text = msgspec.json.encode(value).decode()
+    except RecursionError:  # a schema that came as text may have just as many levels as reading takes, and writing takes more
+        raise _bad(f"{param} is nested too deeply", param) from None
     if len(text) > MAX_CONSTRAINT_BYTES:  # before it is walked through
         raise _too_big(param)
     level = [value]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from collections.abc import Mapping
@@ -14,7 +13,10 @@ from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.logs import get_logger
 from services.gateway.api.fields import NO_EFFECT, REFUSED, REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, RENAMED, Neutral
 from services.gateway.api.requests import ChatRequest, CompletionRequest
+from services.gateway.parsers.schemas import depth_of
 
+# Levels of arrays and objects in a body. More would take what reads and writes them, here and in the tokenizers, to the end of its stack.
+MAX_NESTING = 256
 # At most so many unknown names, of so many characters, go into a log line: a client chooses them.
 _MAX_NAMES, _MAX_NAME = 20, 64
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -73,22 +75,35 @@ def _json_object(body: bytes | bytearray) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeError) as error:
         raise TokenloomError(ErrorCode.MALFORMED_JSON, f"The request body is not valid JSON: {error}") from None
     except RecursionError:
-        raise TokenloomError(ErrorCode.MALFORMED_JSON, "The request body is nested too deeply") from None
+        raise _too_deep() from None
+    if body.count(b"[") + body.count(b"{") > MAX_NESTING and depth_of(raw, MAX_NESTING) > MAX_NESTING:
+        raise _too_deep()
     if not isinstance(raw, dict):
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"The request body must be a JSON object, not {_json_name(raw)}")
     return raw
 
 
 def _unacceptable(body: bytes | bytearray, problem: str) -> TokenloomError:
-    """A value that JSON can write and no type can hold (1e400), under the name of the field it is in."""
-    with contextlib.suppress(msgspec.MsgspecError):  # no object at all
-        for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
-            try:
-                msgspec.json.decode(value)
-            except msgspec.ValidationError:
-                shown = name[:_MAX_NAME]
-                return TokenloomError(ErrorCode.INVALID_REQUEST, f"{shown}: {problem}", param=shown)
+    """A value that JSON can write and no type can hold (1e400), under the name of the field it is in; unless more is wrong behind it."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:  # no object at all
+        fields = {}
+    except msgspec.DecodeError as error:
+        return TokenloomError(ErrorCode.MALFORMED_JSON, f"The request body is not valid JSON: {error}")
+    except RecursionError:
+        return _too_deep()
+    for name, value in fields.items():
+        try:
+            msgspec.json.decode(value)
+        except msgspec.ValidationError:
+            shown = name[:_MAX_NAME]
+            return TokenloomError(ErrorCode.INVALID_REQUEST, f"{shown}: {problem}", param=shown)
     return TokenloomError(ErrorCode.INVALID_REQUEST, f"The request body is not acceptable: {problem}")
+
+
+def _too_deep() -> TokenloomError:
+    return TokenloomError(ErrorCode.MALFORMED_JSON, f"The request body is nested more than {MAX_NESTING} levels deep")
 
 
 def _invalid(problem: str) -> TokenloomError:

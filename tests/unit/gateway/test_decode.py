@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.errors import TokenloomError
-from services.gateway.api.decode import decode_chat, decode_completion
+from services.gateway.api.decode import MAX_NESTING, decode_chat, decode_completion
 from services.gateway.api.fields import NO_EFFECT, REFUSED
 from services.gateway.api.policy import Policy
 from services.gateway.api.requests import ChatRequest, CompletionRequest
@@ -95,3 +95,32 @@ def test_long_unknown_names_are_cut_before_they_are_logged(monkeypatch):
     assert len(warned[0]["fields"]) == 20
     assert max(map(len, warned[0]["fields"])) == 64
     assert warned[0]["count"] == 100
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b'{"messages": 1e400}', "invalid_request", "messages"),
+        (b'{"a": {"b": [1, -1e999]}, "messages": []}', "invalid_request", "a"),
+        (b"[1e400]", "invalid_request", None),
+        (b'{"messages": 1e400, "\xff\xfe": 1}', "malformed_json", None),
+        (b'{"messages": 1e400, "a', "malformed_json", None),
+        (b'{"messages": 1e400, "a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "malformed_json", None),
+    ],
+)
+def test_a_number_that_nothing_can_hold_is_named_unless_more_is_wrong(body, code, param):
+    for fault in understand(body):
+        assert isinstance(fault, TokenloomError)
+        assert (fault.code.spec.label, fault.param) == (code, param)
+
+
+@pytest.mark.parametrize("field", ["documents", "chat_template_kwargs", "tools", "unknown"])
+def test_a_body_has_so_many_levels_and_no_more(field):
+    for levels, code in ((MAX_NESTING, "malformed_json"), (MAX_NESTING - 1, None), (990, "malformed_json")):
+        value = b"[" * levels + b"]" * levels
+        found = {
+            fault.code.spec.label
+            for fault in understand(b'{"messages": [], "prompt": "x", "%s": %s}' % (field.encode(), value))
+            if isinstance(fault, TokenloomError)
+        }
+        assert found == {code} if code else "malformed_json" not in found
