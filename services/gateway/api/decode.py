@@ -18,7 +18,7 @@ from services.gateway.parsers.schemas import depth_of
 # Levels of arrays and objects in a body. More would take what reads and writes them, here and in the tokenizers, to the end of its stack.
 MAX_NESTING = 256
 # At most so many unknown names, of so many characters, go into a log line: a client chooses them.
-_MAX_NAMES, _MAX_NAME = 20, 64
+_MAX_NAMES, _MAX_NAME, _MAX_SENTENCE = 20, 64, 256
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 
@@ -120,7 +120,8 @@ def _invalid(problem: str) -> TokenloomError:
 
 def _sentence(problem: str) -> str:
     text = _PATH.sub("", problem).replace("`", "")
-    return text[:1].lower() + text[1:]
+    cut = text if len(text) <= _MAX_SENTENCE else f"{text[:_MAX_SENTENCE]}..."  # it may quote what the client sent, of any length
+    return cut[:1].lower() + cut[1:]
 
 
 def _json_name(value: Any) -> str:

@@ -124,3 +124,10 @@ def test_a_body_has_so_many_levels_and_no_more(field):
             if isinstance(fault, TokenloomError)
         }
         assert found == {code} if code else "malformed_json" not in found
+
+
+def test_an_error_does_not_repeat_a_long_value():
+    for fault in understand(json.dumps({"messages": [], "prompt": "x", "response_format": {"type": "x" * 100_000}}).encode()):
+        assert isinstance(fault, TokenloomError)
+        assert fault.param == "response_format.type"
+        assert len(fault.message) < 400
