@@ -42,6 +42,9 @@ class PoolObserver(Protocol):
     def busy(self, change: int) -> None:
         """One more (+1) or one less (-1) process works."""
 
+    def taken(self, queued_seconds: float) -> None:
+        """A question leaves the queue for a process."""
+
     def replaced(self, reason: str) -> None:
         """A process is replaced: it `died`, hung (`timeout`) or worked for nobody (`abandoned`)."""
 
@@ -73,6 +76,7 @@ class _Job:
     """
 
     payload: bytes
+    refusals: Refusals
     queued_ns: int
     result: asyncio.Future[Answer]
     log: Mapping[str, Any] = field(default_factory=structlog.contextvars.get_contextvars)
@@ -106,6 +110,8 @@ class HelperPool:
         self._arrival = asyncio.Event()
         self._slots: list[asyncio.Task[None]] = []
         self._processes: set[HelperProcess] = set()
+        # Those, and the ones whose end has not been seen yet.
+        self._owned: set[HelperProcess] = set()
 
     async def start(self) -> None:
         """Returns when every process has loaded. Raises TokenloomError(INTERNAL) when one cannot."""
@@ -124,8 +130,9 @@ class HelperPool:
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
-        # A slot that was cancelled before its first turn has not ended its process.
-        await asyncio.gather(*(process.kill() for process in self._processes))
+        # A slot that was cancelled before its first turn, or while it ended its process, has not seen that end.
+        await asyncio.gather(*(process.kill() for process in self._owned))
+        self._owned.clear()
         self._processes.clear()
         for job in self._waiting:
             job.refuse(ErrorCode.DRAINING, "the process is shutting down")
@@ -140,16 +147,16 @@ class HelperPool:
         """Questions in the queue."""
         return len(self._waiting)
 
-    async def ask(self, payload: bytes) -> Answer:
-        """Asks, or raises the TokenloomError that refuses it: Refusals.busy when the queue is full.
+    async def ask(self, payload: bytes, refusals: Refusals | None = None) -> Answer:
+        """Asks, or raises the TokenloomError that refuses it: Refusals.busy when the queue is full. `refusals`: other ones than the pool's.
 
         Cancelling the call takes the question out of the queue or, within ABANDON_GRACE, out of its process.
         """
         if len(self._waiting) >= self._max_waiting or self._waiting_bytes + len(payload) > MAX_WAITING_BYTES:
             message = f"too busy: {len(self._waiting)} wait for {self._size} processes for {self._refusals.what}"
-            raise TokenloomError(self._refusals.busy, message, retry_after_ms=1000)
+            raise TokenloomError((refusals or self._refusals).busy, message, retry_after_ms=1000)
         result: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        job = _Job(payload, self._clock.monotonic_ns(), result)
+        job = _Job(payload, refusals or self._refusals, self._clock.monotonic_ns(), result)
         self._enqueue(job)
         try:
             return await result
@@ -183,11 +190,13 @@ class HelperPool:
                 self._processes.discard(process)
                 self._observer.size(len(self._processes))
                 await process.kill()
+                self._owned.discard(process)
             process = await self._restarted()
             self._joined(process)
 
     def _joined(self, process: HelperProcess) -> None:
         self._processes.add(process)
+        self._owned.add(process)
         self._observer.size(len(self._processes))
 
     async def _restarted(self) -> HelperProcess:
@@ -220,6 +229,7 @@ class HelperPool:
     async def _serve_one(self, process: HelperProcess, job: _Job) -> bool:
         """Brings one question to its result; False: the process must be replaced."""
         taken_ns = self._clock.monotonic_ns()
+        self._observer.taken((taken_ns - job.queued_ns) / 1e9)
         asking = asyncio.create_task(process.ask(job.payload))
         try:
             either: set[asyncio.Future[Any]] = {asking, job.result}
@@ -247,14 +257,14 @@ class HelperPool:
             self._replaced("abandoned", process, job)
         else:
             self._replaced("timeout", process, job)
-            job.refuse(self._refusals.slow, f"{self._refusals.what} took longer than {self._time_limit:g} s")
+            job.refuse(job.refusals.slow, f"{job.refusals.what} took longer than {self._time_limit:g} s")
         return False
 
     def _died(self, process: HelperProcess, job: _Job) -> bool:
         """A question is given one more process: the first may have been killed by somebody. Then the question itself is to blame."""
         self._replaced("died", process, job)
         if job.retried:
-            job.refuse(self._refusals.deadly, f"two processes for {self._refusals.what} died on this one; it takes too much memory")
+            job.refuse(job.refusals.deadly, f"two processes for {job.refusals.what} died on this one; it takes too much memory")
         elif not job.result.done():
             job.retried = True
             self._enqueue(job, first=True)

@@ -78,10 +78,13 @@ class HelperProcess:
         """Ends it at once and waits for its end."""
         if self._process.returncode is None:
             self._process.kill()
-        # Closes the pipes too, which a killed process leaves to its parent.
+        # Closes the pipes too, which a killed process leaves to its parent; the one that is read closes at its end, which comes after
+        # the process's own.
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         await self._process.wait()
+        await self._process.stdout.read()
 
     async def _read_frame(self) -> tuple[int, bytes]:
         assert self._process.stdout is not None

@@ -24,6 +24,7 @@ class CompilerMetrics:
 
     _running: Gauge
     _busy: Gauge
+    _queue: Histogram
     _restarts: Counter
 
     def size(self, running: int) -> None:
@@ -33,6 +34,10 @@ class CompilerMetrics:
     def busy(self, change: int) -> None:
         """See PoolObserver."""
         self._busy.inc(change)
+
+    def taken(self, queued_seconds: float) -> None:
+        """See PoolObserver."""
+        self._queue.observe(queued_seconds)
 
     def replaced(self, reason: str) -> None:
         """See PoolObserver."""
@@ -91,6 +96,9 @@ class WorkerMetrics:
         self.compilers = CompilerMetrics(
             gauge("worker_constraint_compilers", "Processes that compile constraints. Below --constraint-compilers for long: see the log."),
             gauge("worker_constraint_compilers_busy", "Those that compile now. All of them for long: raise --constraint-compilers."),
+            step_time(
+                "worker_constraint_queue_seconds", "Time constraints wait for a compiler. Seconds: raise --constraint-compilers."
+            ),
             counter(
                 "worker_constraint_compiler_restarts",
                 "Compilers replaced. timeout or died: a client's constraint reached its limit, which protects the others; see the log.",

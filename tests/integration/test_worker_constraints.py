@@ -97,7 +97,7 @@ async def run_out(stream: Stream, opened: worker_pb2.Open, first: int = 1) -> tu
         number += 1
 
 
-@pytest.mark.composes("constraints", "resumption")
+@pytest.mark.composes("structured output", "worker loss")
 async def test_an_output_keeps_to_its_constraint_ends_with_it_and_goes_on_alike_elsewhere(stub: Any, table: TextTable):
     stream = await attached(stub)
     prepared = await prepare(stream, 1, Constraint(ConstraintKind.JSON_SCHEMA, (PERSON,), compact=True))
@@ -137,8 +137,6 @@ async def test_an_opening_with_a_constraint_that_is_forgotten_or_of_another_epoc
     assert ErrorCode.from_number(result.error.code) is ErrorCode.PROTOCOL_VIOLATION
 
 
-@pytest.mark.composes("constraints", "ignore_eos")
-@pytest.mark.composes("constraints", "min_tokens")
 async def test_a_choice_ends_with_its_last_token_whatever_is_asked_of_the_end_of_sequence(stub: Any, table: TextTable):
     stream = await attached(stub)
     await prepare(stream, 1, Constraint(ConstraintKind.CHOICE, ("left", "right")))
@@ -162,7 +160,7 @@ async def test_a_constraint_waits_for_the_ids_that_it_begins_after(stub: Any, ta
     assert b"".join(table.tokens[token] for token in output[5:]) == b"left"
 
 
-@pytest.mark.composes("constraints", "leases")
+@pytest.mark.composes("structured output", "leases")
 async def test_in_a_lease_a_complete_row_runs_no_further(stub: Any):
     stream = await attached(stub)
     await prepare(stream, 1, Constraint(ConstraintKind.CHOICE, ("q",)))

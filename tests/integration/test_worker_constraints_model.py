@@ -92,7 +92,6 @@ def generate(engine: Engine, backend: str, model_dir: Path, tokenizer: Tokenizer
     return [outcome for outcome, task in zip(outcomes, tasks, strict=True) if task.constraint is not None]
 
 
-@pytest.mark.composes("constraints", "mixed batches")
 @pytest.mark.parametrize(("backend", "few"), [("llguidance", 16), ("xgrammar", 8)])
 def test_what_ends_by_its_grammar_keeps_to_it_and_nearly_all_do_end(
     engine: Engine, model_dir: Path, tokenizer: Tokenizer, backend: str, few: int

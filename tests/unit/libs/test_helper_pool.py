@@ -57,6 +57,9 @@ class Observer:
     def busy(self, change: int) -> None:
         self.working += change
 
+    def taken(self, queued_seconds: float) -> None:
+        assert queued_seconds >= 0
+
     def replaced(self, reason: str) -> None:
         self.reasons.append(reason)
 

@@ -13,10 +13,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from libs.blocks import block_hashes
 from libs.errors import ErrorCode, TokenloomError
+from libs.helper_frames import ANSWER, ASK, READY, REFUSED, answered, frame, read_frame
 from libs.models.directory import ModelDirectory
 from libs.packing import pack_ids, unpack_ids
 from services.tokenizer.encoder import MAX_CLIENT_TEMPLATES, MAX_TEMPLATE_CHARS, Encoder, load_tokenizer, longest_token
-from services.tokenizer.encoder_process import ENCODE, ENCODED, READY, REFUSED, answer, frame, read_frame
+from services.tokenizer.encoder_process import answerer
 from tests.support.tiny_llama import make_tiny_llama, tiny_tokenizer_json
 from tokenloom.common.v1 import common_pb2
 from tokenloom.tokenizer.v1 import tokenizer_pb2
@@ -263,27 +264,22 @@ def test_a_broken_tokenizer_file_is_named(tmp_path):
         load(folder)
 
 
-def test_frames_survive_the_pipe():
-    stream = io.BytesIO(frame(ENCODE, b"abc") + frame(READY) + frame(ENCODED, b"cut short")[:-1])
-    assert [read_frame(stream), read_frame(stream), read_frame(stream)] == [(ENCODE, b"abc"), (READY, b""), None]
-
-
 def test_every_answer_is_a_frame_even_a_refusal(encoder):
-    kind, payload = read_frame(io.BytesIO(answer(encoder, request(text="a").SerializeToString()))) or (-1, b"")
-    assert kind == ENCODED
+    kind, payload = read_frame(io.BytesIO(answered(answerer(encoder), request(text="a").SerializeToString()))) or (-1, b"")
+    assert kind == ANSWER
     assert tokenizer_pb2.EncodeResponse.FromString(payload).token_ids == pack_ids([3 + ord("a")])
-    kind, payload = read_frame(io.BytesIO(answer(encoder, request(text="").SerializeToString()))) or (-1, b"")
+    kind, payload = read_frame(io.BytesIO(answered(answerer(encoder), request(text="").SerializeToString()))) or (-1, b"")
     assert kind == REFUSED
     assert common_pb2.Error.FromString(payload).code == ErrorCode.EMPTY_PROMPT.spec.code
 
 
 def test_the_process_serves_frames_and_ends_with_its_input(tiny_llama_dir):
     command = [sys.executable, "-m", "services.tokenizer.encoder_process", str(tiny_llama_dir), str(1 << 28)]
-    sent = frame(ENCODE, request(text="ab").SerializeToString()) + frame(ENCODE, request(text="").SerializeToString())
+    sent = frame(ASK, request(text="ab").SerializeToString()) + frame(ASK, request(text="").SerializeToString())
     done = subprocess.run(command, input=sent, capture_output=True, timeout=60, check=True)
     stream = io.BytesIO(done.stdout)
     kinds = [found[0] for found in iter(lambda: read_frame(stream), None) if found is not None]
-    assert kinds == [READY, ENCODED, REFUSED]
+    assert kinds == [READY, ANSWER, REFUSED]
 
 
 def test_neither_service_nor_encoder_process_imports_torch():

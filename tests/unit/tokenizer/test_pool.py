@@ -102,7 +102,7 @@ async def test_a_prompt_that_takes_too_long_is_refused_and_its_process_replaced(
 
 async def test_a_process_that_a_prompt_broke_is_logged_with_the_prompts_trace(model, monkeypatch):
     lines = []
-    monkeypatch.setattr("services.tokenizer.pool._log.warning", lambda event, **fields: lines.append(fields))
+    monkeypatch.setattr("libs.helper_pool._log.warning", lambda event, **fields: lines.append(fields))
     async with running(model, time_limit=0.3) as (pool, _):
         with structlog.contextvars.bound_contextvars(trace_id="f" * 32):
             await is_refused(pool.encode(chat("spin")), ErrorCode.TEMPLATE_ERROR)
@@ -181,7 +181,7 @@ async def test_a_prompt_whose_process_dies_gets_one_more_and_no_third(model):
             await until(lambda died=round_: value(metrics, "tokenizer_process_restarts_total", reason="died") == died)
             await until(lambda: value(metrics, "tokenizer_pool_busy") == 1)
             os.kill(pool.pids[0], signal.SIGKILL)
-        assert "two encoder processes died" in await is_refused(spinning, ErrorCode.INVALID_REQUEST)
+        assert "two processes for rendering and encoding the chat died" in await is_refused(spinning, ErrorCode.INVALID_REQUEST)
         assert (await pool.encode(TEXT)).token_ids
 
 
