@@ -132,11 +132,15 @@ def _spoil(body: Body, chance: random.Random) -> None:
         name = chance.choice(sorted(other))
         body[name] = copy.deepcopy(other[name])
     elif kind < 0.4:
-        body[chance.choice(_KNOWN)] = chance.choice(_STRANGE)
+        body[chance.choice(_KNOWN)] = _strange(chance)
     elif kind < 0.45:
-        body[chance.choice(("", "\U0001f600", "__proto__", "x" * 200, "self", "messages "))] = chance.choice(_STRANGE)
+        body[chance.choice(("", "\U0001f600", "__proto__", "x" * 200, "self", "messages "))] = _strange(chance)
     else:
         _spoil_within(body, chance)
+
+
+def _strange(chance: random.Random) -> Any:
+    return copy.deepcopy(chance.choice(_STRANGE))
 
 
 def _spoil_within(body: Body, chance: random.Random) -> None:
@@ -156,9 +160,9 @@ def _spoil_within(body: Body, chance: random.Random) -> None:
     elif kind < 0.55 and isinstance(parent, list):
         parent.extend([parent[key]] * 300)
     elif kind < 0.75 and isinstance(parent[key], str | int | float):
-        parent[key] = chance.choice([value for value in _STRANGE if type(value) is type(parent[key])])
+        parent[key] = chance.choice([value for value in _STRANGE if type(value) is type(parent[key])] or [parent[key]])
     else:
-        parent[key] = chance.choice(_STRANGE)
+        parent[key] = _strange(chance)
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
