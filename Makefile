@@ -19,7 +19,7 @@ INSTALL_INPUTS := pyproject.toml hatch_build.py $(shell find protos -name '*.pro
 KERNEL_SOURCES := $(shell find services/worker/kernels/cpu -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-constraints test-docker lint lint-style lint-types lint-imports lint-protos lint-tree lint-k8s protos install clean
+.PHONY: help serve test test-constraints test-fuzz test-docker lint lint-style lint-types lint-imports lint-protos lint-tree lint-k8s protos install clean
 
 help: ## Lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,6 +34,10 @@ test: $(VENV)/.dev $(VENV)/.kernels ## Runs the whole suite (ARGS are pytest's)
 
 test-constraints: $(VENV)/.dev $(VENV)/.kernels ## 200 random schemas on the real model with each backend (minutes)
 	@CONSTRAINT_SCHEMAS=200 $(BIN)/python -m pytest -s tests/integration/test_worker_constraints_model.py $(ARGS)
+
+test-fuzz: $(VENV)/.dev $(VENV)/.kernels ## 10,000 spoiled bodies, another seed each time, and thousands by schemathesis (minutes)
+	@FUZZ_CASES=10000 FUZZ_SEED=$$(date +%s) $(BIN)/python -m pytest tests/integration/test_gateway_fuzz.py \
+		tests/integration/test_gateway_schemathesis.py $(ARGS)
 
 test-docker: $(VENV)/.dev ## Builds the images and runs them on this machine's Docker engine (minutes)
 	@$(BIN)/python -m pytest -m docker -s tests/docker $(ARGS)

@@ -71,7 +71,7 @@ async def test_a_chat_and_its_stream_through_the_client_s_accumulator_are_the_sa
     assert [token.token for token in final.choices[0].logprobs.content or []] == [token.token for token in listed]
 
 
-@pytest.mark.composes("tools", "json schema")
+@pytest.mark.composes("tools", "structured output")
 async def test_a_tool_call_is_parsed_into_the_user_s_model_and_answered(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
     asked = await client.chat.completions.parse(
         model=mesh.model, messages=QUESTION, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=96
@@ -86,7 +86,7 @@ async def test_a_tool_call_is_parsed_into_the_user_s_model_and_answered(mesh: Me
     assert answer.choices[0].message.content
 
 
-@pytest.mark.composes("tools", "streaming", "json schema")
+@pytest.mark.composes("tools", "streaming", "structured output")
 async def test_streamed_deltas_of_a_call_join_to_the_user_s_model(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "GetWeather"}}
     async with client.chat.completions.stream(model=mesh.model, messages=QUESTION, tools=[TOOL], tool_choice=named, **GREEDY) as stream:
@@ -98,7 +98,7 @@ async def test_streamed_deltas_of_a_call_join_to_the_user_s_model(mesh: Mesh, cl
     assert isinstance(call.function.parsed_arguments, GetWeather)
 
 
-@pytest.mark.composes("json schema", "streaming")
+@pytest.mark.composes("structured output", "streaming")
 async def test_a_pydantic_model_as_response_format_is_what_comes_back(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
     fields: dict[str, Any] = {"model": mesh.model, "messages": QUESTION, "temperature": 0, "max_tokens": 96}
     parsed = await client.chat.completions.parse(response_format=Answer, **fields)

@@ -15,7 +15,7 @@ from services.gateway.generate import Generation
 from tests.support.fuzz import CHAT, COMPLETIONS, VALID, fuzz_stack, fuzzed, written
 from tests.support.gateway_core import Stack
 
-# More by `make test-fuzz`, whose seed is then another one.
+# More by `make test-fuzz`, with another seed each time.
 CASES, SEED = int(os.environ.get("FUZZ_CASES", "600")), int(os.environ.get("FUZZ_SEED", "5"))
 TOGETHER = 16
 LABELS = {code.spec.label: code.spec.http_status for code in ErrorCode}
@@ -34,7 +34,7 @@ async def send(stack: Stack, path: str, body: bytes) -> httpx.Response:
     try:
         check(response, body)
     except AssertionError as error:
-        raise AssertionError(f"{path} {body[:2000]!r} -> {response.status_code} {response.text[:1000]}") from error
+        raise AssertionError(f"seed {SEED}: {path} {body[:2000]!r} -> {response.status_code} {response.text[:1000]}") from error
     return response
 
 
@@ -97,6 +97,6 @@ async def test_no_body_is_the_servers_fault_and_many_that_are_odd_reach_the_sche
             group.create_task(client())
     generating = reached[CHAT] + reached[COMPLETIONS]
     assert sum(answers.values()) == CASES
-    assert reached["scheduler"] >= 0.3 * CASES, (reached, answers)
+    assert reached["scheduler"] >= 0.3 * CASES, (SEED, reached, answers)
     assert reached["scheduler"] <= 0.9 * generating, "the cases are hardly wrong"
     assert {"ok", "invalid_request", "unsupported", "malformed_json", "invalid_constraint"} <= answers.keys()
