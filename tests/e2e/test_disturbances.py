@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
+import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
@@ -25,6 +28,11 @@ TEXTS = (
     "1, 1, 2, 3, 5, 8,",
     "The",
 )
+# Long enough to be lost in the middle.
+NAMES = {"type": "array", "items": {"type": "string", "minLength": 8, "maxLength": 16}, "minItems": 5, "maxItems": 6}
+SENTENCE = "[A-Z][a-z ]{80,100}[.]"
+EXPRESSION = json.dumps({"structured_outputs": {"regex": SENTENCE}})
+STEERED = json.dumps({"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.25, "bad_words": ["the"], "logprobs": 2})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[
 def quiet(mesh: Mesh, reference: Reference, model_dir: Path) -> Quiet:
     """Greedy and seeded in turn, of different lengths, one of them with three choices; the greedy ones are transformers' tokens.
 
-    Two more end at a stop string that stands late in what the first two said.
+    Two more end at a stop string that stands late in what the first two said, and three are held to something or steered.
     """
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     prompts = [tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in TEXTS]
@@ -62,6 +70,13 @@ def quiet(mesh: Mesh, reference: Reference, model_dir: Path) -> Quiet:
         wishes.append(replace(wish, stop=text[-len(text) // 3 :][:8]))
         answers.append(ask(mesh.url, mesh.model, wishes[-1]))
         assert answers[-1].choices[0].finish_reason == "stop"
+    for number, more in enumerate((json.dumps({"structured_outputs": {"json": NAMES}}), EXPRESSION, STEERED)):
+        wishes.append(Wish(prompts[number], 120, seed=None if number == 0 else 900 + number, n=2 if number == 1 else 1, more=more))
+        answers.append(ask(mesh.url, mesh.model, wishes[-1]))
+    names, sentence, _ = answers[-3:]
+    jsonschema.validate(json.loads(names.choices[0].text), NAMES)
+    assert all(re.fullmatch(SENTENCE, choice.text) for choice in sentence.choices)
+    assert sentence.choices[0] != sentence.choices[1]
     return Quiet(wishes, answers)
 
 
@@ -86,7 +101,8 @@ async def disturb(
     raise AssertionError("no request was ever resumed")
 
 
-@pytest.mark.composes("worker loss", "n", "seed", "streaming")
+@pytest.mark.composes("worker loss", "n", "seed", "streaming", "structured output")
+@pytest.mark.composes("worker loss", "penalties", "token bias", "logprobs", "seed", "streaming")
 @pytest.mark.composes("worker loss", "greedy", "stop strings", "streaming")
 @pytest.mark.composes("worker loss", "seed", "stop strings", "streaming")
 async def test_a_worker_killed_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh, quiet: Quiet) -> None:
@@ -102,7 +118,8 @@ async def test_a_worker_killed_in_mid_stream_costs_a_pause_and_no_token(mesh: Me
     assert seen["tokenloom:requests_failed_total"] == 0
 
 
-@pytest.mark.composes("session loss", "n", "seed", "streaming")
+@pytest.mark.composes("session loss", "n", "seed", "streaming", "structured output")
+@pytest.mark.composes("session loss", "penalties", "token bias", "logprobs", "seed", "streaming")
 @pytest.mark.composes("session loss", "greedy", "stop strings", "streaming")
 @pytest.mark.composes("session loss", "seed", "stop strings", "streaming")
 async def test_a_scheduler_killed_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh, quiet: Quiet) -> None:
@@ -118,7 +135,7 @@ async def test_a_scheduler_killed_in_mid_stream_costs_a_pause_and_no_token(mesh:
     assert seen["tokenloom:requests_admitted_total"] == seen["tokenloom:requests_finished_total"] >= 1
 
 
-@pytest.mark.composes("session loss", "n", "seed", "streaming", "several gateways")
+@pytest.mark.composes("session loss", "n", "seed", "streaming", "several gateways", "structured output")
 @pytest.mark.composes("session loss", "greedy", "stop strings", "streaming", "several gateways")
 @pytest.mark.composes("session loss", "seed", "stop strings", "streaming", "several gateways")
 async def test_a_session_cut_in_mid_stream_costs_a_pause_and_no_token(mesh: Mesh, quiet: Quiet) -> None:

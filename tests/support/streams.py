@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ PATIENCE = 120.0
 class Wish:
     """A completion to ask for: `count` tokens after `prompt`, whatever they are, or fewer where `stop` comes before.
 
-    Greedy without a seed, else drawn at temperature 1; `n` choices.
+    Greedy without a seed, else drawn at temperature 1; `n` choices. `more`: a JSON object of further fields.
     """
 
     prompt: tuple[int, ...]
@@ -28,13 +29,14 @@ class Wish:
     seed: int | None = None
     n: int = 1
     stop: str = ""
+    more: str = "{}"
 
     def body(self, model: str, *, stream: bool) -> dict[str, Any]:
         """The request's JSON."""
         body: dict[str, Any] = {"model": model, "prompt": list(self.prompt), "max_tokens": self.count, "n": self.n}
         body |= {"ignore_eos": True, "return_token_ids": True, "temperature": 0 if self.seed is None else 1.0}
         body |= {} if self.seed is None else {"seed": self.seed}
-        body |= {"stop": self.stop} if self.stop else {}
+        body |= ({"stop": self.stop} if self.stop else {}) | json.loads(self.more)
         return body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
 
 
