@@ -35,7 +35,7 @@ test: $(VENV)/.dev $(VENV)/.kernels ## Runs the whole suite (ARGS are pytest's)
 test-constraints: $(VENV)/.dev $(VENV)/.kernels ## 200 random schemas on the real model with each backend (minutes)
 	@CONSTRAINT_SCHEMAS=200 $(BIN)/python -m pytest -s tests/integration/test_worker_constraints_model.py $(ARGS)
 
-test-fuzz: $(VENV)/.dev $(VENV)/.kernels ## 10,000 spoiled bodies, another seed each time, and thousands by schemathesis (minutes)
+test-fuzz: $(VENV)/.dev $(VENV)/.kernels ## 10,000 spoiled bodies, another seed each time, and hundreds by schemathesis (minutes)
 	@FUZZ_CASES=10000 FUZZ_SEED=$$(date +%s) $(BIN)/python -m pytest tests/integration/test_gateway_fuzz.py \
 		tests/integration/test_gateway_schemathesis.py $(ARGS)
 

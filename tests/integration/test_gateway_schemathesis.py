@@ -24,7 +24,7 @@ from tests.support.fuzz import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, fuzz_sta
 from tests.support.gateway_core import Stack
 
 # Requests of each kind to each endpoint; more by `make test-fuzz`.
-CASES = max(int(os.environ.get("FUZZ_CASES", "0")) // 20, 20)
+CASES = max(int(os.environ.get("FUZZ_CASES", "0")) // 100, 12)
 CHECKS = [status_code_conformance, content_type_conformance, response_headers_conformance, response_schema_conformance]
 together = pytest.mark.asyncio(loop_scope="module")
 drawn = settings(max_examples=CASES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
