@@ -59,6 +59,10 @@ class Refusals:
     deadly: ErrorCode
 
 
+class NoAnswer(TokenloomError):
+    """The pool's own refusal: no process has answered. The same question may have an answer at another moment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer, and microseconds in the queue and in a process."""
@@ -85,7 +89,7 @@ class _Job:
     def refuse(self, code: ErrorCode, message: str) -> None:
         """Ends it with an error, unless its caller has left."""
         if not self.result.done():
-            self.result.set_exception(TokenloomError(code, message))
+            self.result.set_exception(NoAnswer(code, message))
 
 
 class HelperPool:
@@ -148,13 +152,14 @@ class HelperPool:
         return len(self._waiting)
 
     async def ask(self, payload: bytes, refusals: Refusals | None = None) -> Answer:
-        """Asks, or raises the TokenloomError that refuses it: Refusals.busy when the queue is full. `refusals`: other ones than the pool's.
+        """Asks, or raises the TokenloomError that refuses it: the process's own, or NoAnswer (Refusals.busy when the queue is full).
+        `refusals`: other ones than the pool's.
 
         Cancelling the call takes the question out of the queue or, within ABANDON_GRACE, out of its process.
         """
         if len(self._waiting) >= self._max_waiting or self._waiting_bytes + len(payload) > MAX_WAITING_BYTES:
             message = f"too busy: {len(self._waiting)} wait for {self._size} processes for {self._refusals.what}"
-            raise TokenloomError((refusals or self._refusals).busy, message, retry_after_ms=1000)
+            raise NoAnswer((refusals or self._refusals).busy, message, retry_after_ms=1000)
         result: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         job = _Job(payload, refusals or self._refusals, self._clock.monotonic_ns(), result)
         self._enqueue(job)

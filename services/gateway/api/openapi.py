@@ -70,7 +70,7 @@ _STATUS = {
     404: "No such model",
     413: "The body is larger than this server takes",
     415: "The body is not plain application/json",
-    422: "No token is left to sample: the constraint, allowed_token_ids or a logits processor excludes each one",
+    422: "No token is left to sample: constraint, allowed_token_ids or a logits processor exclude each one",
     429: "A limit is reached; Retry-After says for how long",
     500: "The server failed; its log has the details",
     503: "Not now; Retry-After says when to try again",

@@ -35,7 +35,10 @@ _COMPUTED = (RowOutcome.OK, RowOutcome.CONSTRAINT_COMPLETE, RowOutcome.DEAD_END)
 # Tokens below which a step's memory is not the budget's fault.
 _LEAST_BUDGET = 64
 _ROW_ERRORS = {
-    RowOutcome.DEAD_END: (ErrorCode.DEAD_END, "no token is left to sample: the constraint, allowed_token_ids or a logits processor excludes each one"),
+    RowOutcome.DEAD_END: (
+        ErrorCode.DEAD_END,
+        "no token is left to sample: constraint, allowed_token_ids or a logits processor exclude each one",
+    ),
     RowOutcome.NON_FINITE: (ErrorCode.NON_FINITE, "the model's output was not finite"),
     RowOutcome.FAILED: (ErrorCode.STEP_FAILED, "the worker failed on this request"),
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 from libs.clock import SystemClock
 from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
-from libs.helper_pool import HelperPool, PoolObserver, Refusals
+from libs.helper_pool import HelperPool, NoAnswer, PoolObserver, Refusals
 from libs.process import guard
 from libs.telemetry.logs import get_logger
 from services.worker.constraints.base import Grammar
@@ -75,6 +75,15 @@ class _Compiled:
     compile_us: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Why there is no grammar. Not an exception, which would gather a traceback with every request that it is raised for."""
+
+    code: ErrorCode
+    message: str
+    retry_after_ms: int | None = None
+
+
 class Preparer:
     """Answers prepares. Lives in the server's loop; grammars are built in threads of their own."""
 
@@ -84,8 +93,8 @@ class Preparer:
         self._starting: asyncio.Task[None] | None = None
         self._cache: OrderedDict[bytes, Grammar] = OrderedDict()
         self._cached_bytes = 0
-        self._refusals: OrderedDict[bytes, TokenloomError] = OrderedDict()
-        self._compiling: dict[bytes, asyncio.Task[_Compiled]] = {}
+        self._refusals: OrderedDict[bytes, _Refused] = OrderedDict()
+        self._compiling: dict[bytes, asyncio.Task[_Compiled | _Refused]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._wanted: set[tuple[int, int]] = set()
 
@@ -121,53 +130,59 @@ class Preparer:
     async def _answer(self, message: worker_pb2.Prepare, send: Send) -> None:
         prepared = worker_pb2.Prepared(epoch=message.epoch, id=message.id)
         try:
-            compiled = await self._prepare(message)
-            prepared.queued_us, prepared.compile_us = compiled.queued_us, compiled.compile_us
-            self._observe("compiled" if compiled.compile_us else "cached", compiled.compile_us / 1e6)
-        except TokenloomError as error:
-            self._observe("refused" if error.code is ErrorCode.INVALID_CONSTRAINT else "busy", 0.0)
-            prepared.error.CopyFrom(error.to_proto())
-            prepared.error.param = message.constraint.param
+            outcome = await self._prepare(message)
+        except Exception:
+            _log.exception("a constraint could not be prepared", id=message.id)
+            outcome = _Refused(ErrorCode.INTERNAL, "the constraint could not be prepared; the worker's log has the details")
         finally:
             self._wanted.discard((message.epoch, message.id))
+        if isinstance(outcome, _Refused):
+            self._observe("busy" if outcome.code is ErrorCode.CONSTRAINT_BUSY else "refused", 0.0)
+            refusal = TokenloomError(outcome.code, outcome.message, param=message.constraint.param, retry_after_ms=outcome.retry_after_ms)
+            prepared.error.CopyFrom(refusal.to_proto())
+        else:
+            prepared.queued_us, prepared.compile_us = outcome.queued_us, outcome.compile_us
+            self._observe("compiled" if outcome.compile_us else "cached", outcome.compile_us / 1e6)
         send(worker_pb2.RunResponse(prepared=prepared))
 
-    async def _prepare(self, message: worker_pb2.Prepare) -> _Compiled:
+    async def _prepare(self, message: worker_pb2.Prepare) -> _Compiled | _Refused:
         if len(self._table) >= MAX_PREPARED:
-            raise TokenloomError(ErrorCode.CONSTRAINT_BUSY, f"{MAX_PREPARED} constraints are prepared already", retry_after_ms=1000)
+            return _Refused(ErrorCode.CONSTRAINT_BUSY, f"{MAX_PREPARED} constraints are prepared already", 1000)
         try:
             constraint = Constraint.from_proto(message.constraint)
         except ValueError as error:
-            raise TokenloomError(ErrorCode.INVALID_CONSTRAINT, f"the constraint cannot be read: {error}") from error
-        compiled = await self._compiled(constraint)
-        if (message.epoch, message.id) in self._wanted:
-            self._table.put(message.epoch, message.id, PreparedConstraint(compiled.grammar, constraint.begin_after))
-        return compiled
+            return _Refused(ErrorCode.INVALID_CONSTRAINT, f"the constraint cannot be read: {error}")
+        outcome = await self._compiled(constraint)
+        if isinstance(outcome, _Compiled) and (message.epoch, message.id) in self._wanted:
+            self._table.put(message.epoch, message.id, PreparedConstraint(outcome.grammar, constraint.begin_after))
+        return outcome
 
-    async def _compiled(self, constraint: Constraint) -> _Compiled:
+    async def _compiled(self, constraint: Constraint) -> _Compiled | _Refused:
         key = constraint.key
         if key in self._cache:
             self._cache.move_to_end(key)
             return _Compiled(self._cache[key])
         if key in self._refusals:
-            raise self._refusals[key]
+            return self._refusals[key]
         task = self._compiling.get(key)
         if task is None:
             task = self._compiling[key] = asyncio.create_task(self._compile(key, constraint))
             task.add_done_callback(lambda _: self._compiling.pop(key, None))
         return await asyncio.shield(task)
 
-    async def _compile(self, key: bytes, constraint: Constraint) -> _Compiled:
+    async def _compile(self, key: bytes, constraint: Constraint) -> _Compiled | _Refused:
         try:
             answer = await self._pool.ask(constraint.to_proto().SerializeToString())
             began = time.monotonic_ns()
             grammar = await asyncio.to_thread(self._backend.load, answer.payload)
         except TokenloomError as error:
-            if error.code is ErrorCode.INVALID_CONSTRAINT:
-                self._refusals[key] = error
+            refused = _Refused(error.code, error.message, error.retry_after_ms)
+            # What took too long, or died, may do neither at another moment: only the compiler's own word is kept.
+            if error.code is ErrorCode.INVALID_CONSTRAINT and not isinstance(error, NoAnswer):
+                self._refusals[key] = refused
                 while len(self._refusals) > MAX_CACHED_REFUSALS:
                     self._refusals.popitem(last=False)
-            raise
+            return refused
         self._keep(key, grammar)
         return _Compiled(grammar, answer.queued_us, max(1, answer.worked_us + (time.monotonic_ns() - began) // 1000))
 
