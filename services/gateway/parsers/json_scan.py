@@ -41,10 +41,11 @@ class JsonScanner:
 
     `done`: the value is complete. `failed`: what came is no JSON, or is nested deeper than MAX_DEPTH. Either is final. A number at the top
     ends with the first character behind it. Control characters within strings, which models write where JSON asks for an escape, are
-    taken and escaped in what is given back.
+    taken and escaped in what is given back. An escape is given back whole, and the two of a surrogate pair together: who reads what has
+    come so far never sees half a character.
     """
 
-    __slots__ = ("_number", "_open", "_state", "_unicode", "_word", "done", "failed")
+    __slots__ = ("_digits", "_held", "_high", "_number", "_open", "_state", "_word", "done", "failed")
 
     def __init__(self) -> None:
         self.done = False
@@ -52,7 +53,9 @@ class JsonScanner:
         self._open: list[str] = []
         self._state = self._value
         self._number = ""
-        self._unicode = 0
+        self._digits = ""
+        self._high = False
+        self._held = ""
         self._word = ""
 
     @property
@@ -68,19 +71,30 @@ class JsonScanner:
     def feed(self, text: str, pos: int, taken: list[str] | None = None) -> int:
         """Takes characters from `pos` on, until the text or the value ends or fails; returns the position behind the last that it took.
 
-        What was taken, which is JSON as far as it goes, is appended to `taken`.
+        What was taken, which is JSON as far as it goes, is appended to `taken`. Every call brings a list for it, or none does.
         """
         start = pos
         while pos < len(text) and not self.done and not self.failed:
             if self._state == self._string and text[pos] < " ":
                 if taken is not None:
-                    taken += [text[start:pos], f"\\u{ord(text[pos]):04x}"]
+                    taken += [self._held + text[start:pos], f"\\u{ord(text[pos]):04x}"]
+                self._held, self._high = "", False
                 start = pos = pos + 1
                 continue
             pos = self._state(text, pos)
-        if taken is not None and pos > start:
-            taken.append(text[start:pos])
+        if taken is not None and (self._held or pos > start):
+            piece = self._held + text[start:pos]
+            certain = len(piece) - self._size_of_open_escape()
+            self._held = piece[certain:]
+            taken.append(piece[:certain])
         return pos
+
+    def _size_of_open_escape(self) -> int:
+        """Characters at the end of what was taken whose meaning is not certain: an escape that goes on, a high surrogate before it."""
+        if self.failed or self._state not in (self._string, self._escape, self._hexadecimal):
+            return 0
+        size = {self._escape: 1, self._hexadecimal: 2 + len(self._digits)}.get(self._state, 0)
+        return size + 6 * self._high
 
     # Each state takes what it can at `pos` and returns where it stopped; one that takes nothing has changed the state, `done` or `failed`.
 
@@ -155,12 +169,15 @@ class JsonScanner:
     def _string(self, text: str, pos: int) -> int:
         match = _PLAIN_RUN.match(text, pos)
         assert match is not None, "an empty run matches everywhere"
+        self._high = self._high and match.end() == pos
         pos = match.end()
         if pos == len(text) or text[pos] < " ":
             return pos
         if text[pos] == "\\":
             self._state = self._escape
-        elif self._open and self._open[-1] == '"':
+            return pos + 1
+        self._high = False
+        if self._open and self._open[-1] == '"':
             self._open.pop()
             self._state = self._colon
         else:
@@ -169,9 +186,9 @@ class JsonScanner:
 
     def _escape(self, text: str, pos: int) -> int:
         if text[pos] == "u":
-            self._unicode, self._state = 4, self._hexadecimal
+            self._digits, self._state = "", self._hexadecimal
         elif text[pos] in _ESCAPED:
-            self._state = self._string
+            self._high, self._state = False, self._string
         else:
             return self._fail(pos)
         return pos + 1
@@ -179,8 +196,9 @@ class JsonScanner:
     def _hexadecimal(self, text: str, pos: int) -> int:
         if text[pos] not in _HEX:
             return self._fail(pos)
-        self._unicode -= 1
-        if not self._unicode:
+        self._digits += text[pos]
+        if len(self._digits) == 4:
+            self._high = self._digits[0] in "dD" and self._digits[1] in "89abAB"
             self._state = self._string
         return pos + 1
 

@@ -48,8 +48,9 @@ class MistralParser(ArrayMachine):
 
     def _in_header(self, text: str, pos: int, out: list[Part]) -> int:
         """The name and what may follow it, up to the `{` of the arguments; bounded, so that prose behind a stray marker is not kept."""
-        found = _NO_HEADER.search(text, pos)
-        end = min(found.start() if found else len(text), pos + _MAX_HEADER - self._size)
+        limit = min(len(text), pos + _MAX_HEADER - self._size)
+        found = _NO_HEADER.search(text, pos, limit)
+        end = found.start() if found else limit
         self._header.append(text[pos:end])
         self._size += end - pos
         fits = self._size < _MAX_HEADER

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
-from services.gateway.parsers.base import CallArguments, Content, Part, Reasoning
+from services.gateway.parsers.base import CallArguments, CallBegins, Content, Part, Reasoning
 from services.gateway.parsers.json_scan import BLANKS
 
 # A state of a parser: takes characters from a position on, appends parts, and returns the position behind what it took.
@@ -65,15 +66,20 @@ def may_become(text: str, pos: int, marker: str) -> bool:
 
 def joined(parts: Sequence[Part]) -> list[Part]:
     """The same parts with equal neighbours made one."""
-    result: list[Part] = []
-    for part in parts:
-        last = result[-1] if result else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            result[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            result[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.index == last.index:
-            result[-1] = CallArguments(part.index, last.fragment + part.fragment)
-        else:
-            result.append(part)
-    return result
+    return [_one(list(equals)) for _, equals in itertools.groupby(parts, _kind)]
+
+
+def _kind(part: Part) -> tuple[type[Part], int]:
+    """What neighbours have in common that are one part. Two calls never begin under one index."""
+    return type(part), part.index if isinstance(part, CallBegins | CallArguments) else 0
+
+
+def _one(parts: Sequence[Part]) -> Part:
+    first = parts[0]
+    if len(parts) == 1 or isinstance(first, CallBegins):
+        return first
+    # All of them at once: a text that is put together piece by piece is copied with every piece.
+    if isinstance(first, CallArguments):
+        return CallArguments(first.index, "".join([part.fragment for part in parts if isinstance(part, CallArguments)]))
+    text = "".join([part.text for part in parts if isinstance(part, Content | Reasoning)])
+    return Content(text) if isinstance(first, Content) else Reasoning(text)
