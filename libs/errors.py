@@ -93,17 +93,29 @@ class ErrorCode(enum.Enum):
 _BY_NUMBER = {member.value.code: member for member in ErrorCode}
 
 
+# Bytes of UTF-8 that an error's sentence and its parameter's name may have: it travels in gRPC's trailers, of which 8 KiB are safe.
+MAX_MESSAGE_BYTES = 2048
+MAX_PARAM_BYTES = 256
+
+
+def _presentable(text: str, limit: int) -> str:
+    """The text without halves of characters (a template, or a client's JSON, may make them), cut to `limit` bytes."""
+    data = text.encode("utf-8", "replace")
+    return data.decode() if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "…"
+
+
 class TokenloomError(Exception):
     """An error of the table on its way to a client or another service.
 
-    `param` names the request parameter at fault in the API's spelling; `retry_after_ms` is what a client should wait.
+    `param` names the request parameter at fault in the API's spelling; `retry_after_ms` is what a client should wait. What quotes a client
+    may be of any length: the sentence is cut at MAX_MESSAGE_BYTES, the name at MAX_PARAM_BYTES.
     """
 
     def __init__(self, code: ErrorCode, message: str, *, param: str | None = None, retry_after_ms: int | None = None) -> None:
-        super().__init__(message)
+        self.message = _presentable(message, MAX_MESSAGE_BYTES)
+        super().__init__(self.message)
         self.code = code
-        self.message = message
-        self.param = param
+        self.param = None if param is None else _presentable(param, MAX_PARAM_BYTES)
         self.retry_after_ms = retry_after_ms
 
     def to_proto(self) -> common_pb2.Error:

@@ -16,10 +16,11 @@ import resource
 import signal
 import struct
 import sys
+import traceback
 from collections.abc import Callable
 from typing import BinaryIO
 
-from libs.errors import TokenloomError
+from libs.errors import ErrorCode, TokenloomError
 from libs.process import die_with_parent
 
 HEADER = struct.Struct("<IB")
@@ -69,8 +70,12 @@ def serve_frames(load: Callable[[], Answerer]) -> int:
 
 
 def answered(answer: Answerer, payload: bytes) -> bytes:
-    """The frame that answers an ASK frame."""
+    """The frame that answers an ASK frame. What breaks on a question ends neither the process nor the questions behind it."""
     try:
         return frame(ANSWER, answer(payload))
     except TokenloomError as error:
-        return frame(REFUSED, error.to_proto().SerializeToString())
+        refusal = error
+    except Exception as error:
+        traceback.print_exc()
+        refusal = TokenloomError(ErrorCode.INTERNAL, f"{type(error).__name__}; the log has the details")
+    return frame(REFUSED, refusal.to_proto().SerializeToString())

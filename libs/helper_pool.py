@@ -269,7 +269,7 @@ class HelperPool:
         """A question is given one more process: the first may have been killed by somebody. Then the question itself is to blame."""
         self._replaced("died", process, job)
         if job.retried:
-            job.refuse(job.refusals.deadly, f"two processes for {job.refusals.what} died on this one; it takes too much memory")
+            job.refuse(job.refusals.deadly, f"two processes for {job.refusals.what} died on this one; it may take too much memory")
         elif not job.result.done():
             job.retried = True
             self._enqueue(job, first=True)

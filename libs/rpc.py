@@ -101,9 +101,13 @@ def connect(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=[*_OPTIONS, *_CLIENT_OPTIONS])
 
 
+_STATUS_CHARACTERS = 200
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TokenloomError, *more: Message) -> NoReturn:
     """Ends a call with the error's gRPC status, and the whole error and `more` messages in the status details."""
-    status = status_pb2.Status(code=error.code.spec.grpc_status.value[0], message=error.message)
+    # For those who read nothing but the status: the sentence travels a second time, and percent-encoded.
+    status = status_pb2.Status(code=error.code.spec.grpc_status.value[0], message=error.message[:_STATUS_CHARACTERS])
     for message in (error.to_proto(), *more):
         status.details.add().Pack(message)
     await context.abort_with_status(rpc_status.to_status(status))

@@ -166,7 +166,7 @@ class RequestRecord:
             error=self.error.code.spec.label if self.error is not None else None,
             prompt_tokens=tokens.prompt,
             completion_tokens=tokens.completion,
-            cached_tokens=tokens.cached,
+            cached_tokens=tokens.cached or 0,
             ttft_ms=round((self.first_token_mono - self.started_mono) / 1e6, 1) if self.first_token_mono else None,
             total_ms=round((ended_ns - self.started_ns) / 1e6, 1),
             attempts=max((choice.ticket.attempt + 1 for choice in self.choices), default=0),
@@ -249,7 +249,7 @@ class RequestRecord:
                 "gen_ai.response.finish_reasons": [label_of(ending) for ending in endings],
                 "gen_ai.usage.input_tokens": tokens.prompt,
                 "gen_ai.usage.output_tokens": tokens.completion,
-                "gen_ai.usage.cache_read.input_tokens": tokens.cached,
+                "gen_ai.usage.cache_read.input_tokens": tokens.cached or 0,
                 "tokenloom.attempts": max(choice.ticket.attempt + 1 for choice in self.choices),
             }
             if self.wanted is not None:

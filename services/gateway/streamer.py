@@ -91,20 +91,24 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens of a request: `cached` are those of `prompt` whose KV was in the prefix cache."""
+    """Tokens of a request: `cached` are those of `prompt` whose KV was in the prefix cache; None: not all first choices' endings, which
+    tell it, have come.
+    """
 
     prompt: int
     completion: int
-    cached: int
+    cached: int | None
 
 
 def count_tokens(choices: Sequence[Choice]) -> TokenCounts:
     """Tokens of all choices, each prompt counted once: from the endings of those that have ended, else what has been delivered."""
     prompt = completion = cached = 0
+    told = True
     for choice in choices:
         ending = choice.ticket.ending
         completion += ending.completion_tokens if ending is not None else choice.ticket.taken
         if choice.is_first:
             prompt += ending.prompt_tokens if ending is not None else count_ids(choice.prompt_ids)
             cached += ending.cached_tokens if ending is not None else 0
-    return TokenCounts(prompt, completion, cached)
+            told = told and ending is not None
+    return TokenCounts(prompt, completion, cached if told else None)

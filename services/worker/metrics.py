@@ -96,9 +96,7 @@ class WorkerMetrics:
         self.compilers = CompilerMetrics(
             gauge("worker_constraint_compilers", "Processes that compile constraints. Below --constraint-compilers for long: see the log."),
             gauge("worker_constraint_compilers_busy", "Those that compile now. All of them for long: raise --constraint-compilers."),
-            step_time(
-                "worker_constraint_queue_seconds", "Time constraints wait for a compiler. Seconds: raise --constraint-compilers."
-            ),
+            step_time("worker_constraint_queue_seconds", "Time constraints wait for a compiler. Seconds: raise --constraint-compilers."),
             counter(
                 "worker_constraint_compiler_restarts",
                 "Compilers replaced. timeout or died: a client's constraint reached its limit, which protects the others; see the log.",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.telemetry.logs import get_logger
@@ -55,10 +56,33 @@ def _decode(body: bytes | bytearray, kind: type[RequestT], refused_too: Mapping[
             unknown.append(name[:_MAX_NAME])
     if unknown:
         _log.warning("unknown fields of a request are ignored", fields=unknown[:_MAX_NAMES], count=len(unknown))
+    _make_whole(raw, kind)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
+
+
+def _make_whole(raw: dict[str, Any], kind: type) -> None:
+    """16.0 is 16 where an integer is meant, as JSON Schema has it: not every client's language knows both kinds of numbers."""
+    for name in _integers(kind) & raw.keys():
+        value = raw[name]
+        if isinstance(value, float) and value.is_integer():
+            raw[name] = int(value)
+        elif isinstance(value, list):
+            raw[name] = [int(item) if isinstance(item, float) and item.is_integer() else item for item in value]
+
+
+@functools.cache
+def _integers(kind: type) -> frozenset[str]:
+    """The fields that hold integers, or lists of them, and no other numbers."""
+    found = set()
+    for item in inspect.type_info(kind).fields:  # type: ignore[attr-defined]
+        types = list(item.type.types) if isinstance(item.type, inspect.UnionType) else [item.type]
+        types += [one.item_type for one in types if isinstance(one, inspect.ListType)]
+        if any(isinstance(one, inspect.IntType) for one in types) and not any(isinstance(one, inspect.FloatType) for one in types):
+            found.add(item.encode_name)
+    return frozenset(found)
 
 
 @functools.cache

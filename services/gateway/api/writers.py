@@ -70,7 +70,8 @@ class BaseWriter:
         """Tokens of all that was generated, shown or not. The one token that stands in for none (echo alone) is not the client's."""
         count = count_tokens(self._form.choices)
         completion = 0 if self._shown.echo_only else count.completion
-        return Usage(count.prompt, completion, count.prompt + completion, PromptTokensDetails(count.cached))
+        details = UNSET if count.cached is None else PromptTokensDetails(count.cached)
+        return Usage(count.prompt, completion, count.prompt + completion, details)
 
     def _token_ids(self, change: Change) -> list[int] | UnsetType:
         return change.token_ids if self._shown.return_token_ids else UNSET

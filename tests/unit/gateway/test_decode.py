@@ -131,3 +131,18 @@ def test_an_error_does_not_repeat_a_long_value():
         assert isinstance(fault, TokenloomError)
         assert fault.param == "response_format.type"
         assert len(fault.message) < 400
+
+
+@pytest.mark.parametrize("written", ["16.0", "1.6e1", "16"])
+def test_an_integer_may_be_written_with_a_point(written):
+    body = f'{{"prompt": "x", "max_tokens": {written}, "stop_token_ids": [1.0, 2], "temperature": 1}}'.encode()
+    request = decode_completion(body)
+    assert (request.max_tokens, request.stop_token_ids, request.temperature) == (16, [1, 2], 1.0)
+    assert isinstance(request.max_tokens, int)
+
+
+@pytest.mark.parametrize("written", ["16.5", '"16"', "true"])
+def test_what_is_no_integer_is_none_with_a_point_either(written):
+    with pytest.raises(TokenloomError) as caught:
+        decode_completion(f'{{"prompt": "x", "max_tokens": {written}}}'.encode())
+    assert caught.value.param == "max_tokens"

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.errors import ErrorCode, TokenloomError
+from libs.errors import MAX_MESSAGE_BYTES, MAX_PARAM_BYTES, ErrorCode, TokenloomError
+from tokenloom.common.v1 import common_pb2
 
 ROWS = list(ErrorCode)
 
@@ -57,3 +58,20 @@ def test_an_error_arrives_as_it_left(code, message, param, retry_after_ms):
     arrived = TokenloomError.from_proto(sent.to_proto())
     assert (arrived.code, arrived.message, arrived.param, arrived.retry_after_ms) == (code, message, param, retry_after_ms)
     assert str(arrived) == message
+
+
+@given(
+    st.text(alphabet=st.characters(exclude_categories=()), max_size=4000),
+    st.text(alphabet=st.characters(exclude_categories=()), max_size=500),
+)
+def test_whatever_an_error_says_it_can_be_sent_and_fits_where_errors_travel(message, param):
+    error = TokenloomError(ErrorCode.TEMPLATE_ERROR, message, param=param)
+    arrived = TokenloomError.from_proto(common_pb2.Error.FromString(error.to_proto().SerializeToString()))
+    assert (arrived.code, arrived.message, arrived.param) == (error.code, error.message, error.param)
+    assert len(error.message.encode()) <= MAX_MESSAGE_BYTES
+    assert len((error.param or "").encode()) <= MAX_PARAM_BYTES
+
+
+def test_a_short_sentence_is_not_touched_and_a_long_one_shows_that_it_is_cut():
+    assert TokenloomError(ErrorCode.INTERNAL, "é" * 1024).message == "é" * 1024
+    assert TokenloomError(ErrorCode.INTERNAL, "é" * 1025).message == "é" * 1022 + "…"

@@ -146,3 +146,12 @@ async def test_a_channel_outlives_a_restart_of_its_server(address):
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
             # A call made before the channel has seen its connection close is written into the closed socket, and fails.
             await asyncio.wait_for(channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 10)
+
+
+@pytest.mark.parametrize("text", ["b" * 100_000, "é" * 100_000, "\N{DESERT ISLAND}" * 100_000, "half \ud800 of a character"], ids="abcd")
+async def test_whatever_an_error_quotes_crosses_a_call_as_that_error(address, text):
+    sent = TokenloomError(ErrorCode.TEMPLATE_ERROR, text, param=text)
+    async with serving(address, sent) as (_, channel):
+        for _ in range(5):  # gRPC refuses what is between its soft and its hard limit now and then
+            arrived = await error_from(channel)
+            assert (arrived.code, arrived.message, arrived.param) == (ErrorCode.TEMPLATE_ERROR, sent.message, sent.param)
