@@ -101,9 +101,11 @@ class ChatWriter(BaseWriter):
         return self._readers[change.index].parts(change)
 
     def _finish(self, change: Change) -> str | None:
-        """Where the model came to its end with calls, these are why it ended; where it was cut off, the last of them may be incomplete."""
+        """Where the model came to its end with calls that can be made, these are why it ended; where it was cut off, or has written what
+        is no call to its end, it is the ending's own reason.
+        """
         reason = finish_of(change)
-        return "tool_calls" if reason == "stop" and self._readers[change.index].called else reason
+        return "tool_calls" if reason == "stop" and self._readers[change.index].calls.complete else reason
 
     def _logprobs(self, change: Change) -> ChatLogprobs | None:
         if self._shown.logprobs is None or not change.logprobs:

@@ -12,6 +12,7 @@ from msgspec import UNSET
 from libs.text.table import TextTable
 from services.gateway.api.responses import ChatMessage, Delta, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from services.gateway.parsers.base import CallArguments, CallBegins, Content, MessageParser, Part, Reasoning
+from services.gateway.parsers.completeness import Completeness
 from services.gateway.streamer import Change
 
 _random = random.SystemRandom()
@@ -30,16 +31,17 @@ def new_mistral_call_id() -> str:
 class MessageReader:
     """One choice's text on its way into a message: what `parser` makes of it (None: all of it is content), as it becomes certain.
 
-    `show_reasoning` False leaves the reasoning out. `called`: whether a tool call has begun; `reasoned`: whether there was any reasoning.
+    `show_reasoning` False leaves the reasoning out. `calls`: what is known of its tool calls; `reasoned`: whether there was any reasoning.
     """
 
-    __slots__ = ("_new_id", "_parser", "_show_reasoning", "called", "reasoned")
+    __slots__ = ("_new_id", "_parser", "_show_reasoning", "calls", "reasoned")
 
     def __init__(
         self, parser: MessageParser | None = None, new_id: Callable[[], str] = new_call_id, *, show_reasoning: bool = True
     ) -> None:
         self._parser, self._new_id, self._show_reasoning = parser, new_id, show_reasoning
-        self.called = self.reasoned = False
+        self.calls = Completeness()
+        self.reasoned = False
 
     def parts(self, change: Change) -> list[Part]:
         """What a change adds to the message; with the ending everything that was held back."""
@@ -48,7 +50,7 @@ class MessageReader:
         parts = self._parser.push(change.text) if change.text else []
         if change.ending is not None:
             parts = [*parts, *self._parser.finish()]
-        self.called = self.called or any(isinstance(part, CallBegins) for part in parts)
+        self.calls.see(parts)
         self.reasoned = self.reasoned or any(isinstance(part, Reasoning) for part in parts)
         return parts if self._show_reasoning else [part for part in parts if not isinstance(part, Reasoning)]
 

@@ -34,7 +34,11 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of call `index`; all fragments join to a JSON object. Never empty."""
+    """More of the arguments of call `index`. Never empty.
+
+    All fragments of a call join to a JSON object, unless the output ends within it or the model writes what is no JSON: then they are as
+    much as was right (see services.gateway.parsers.completeness, which tells them apart).
+    """
 
     index: int
     fragment: str
@@ -44,7 +48,7 @@ Part = Content | Reasoning | CallBegins | CallArguments
 
 
 class MessageParser(Protocol):
-    """A state machine over one choice's text."""
+    """A state machine over one choice's text. What it costs is linear in the text, whole or in pieces."""
 
     def push(self, text: str) -> list[Part]:
         """The parts that `text` makes certain."""

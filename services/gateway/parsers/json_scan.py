@@ -59,6 +59,11 @@ class JsonScanner:
         self._word = ""
 
     @property
+    def begun(self) -> bool:
+        """Whether more than blanks has come."""
+        return self.done or self.failed or self._state != self._value or not self.at_top
+
+    @property
     def at_top(self) -> bool:
         """Whether no array and no object is open."""
         return not self._open

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from services.gateway.parsers.base import CallArguments, CallBegins, Part
 from services.gateway.parsers.call_object import CallObject
 from services.gateway.parsers.json_scan import JsonScanner, skip_blanks
@@ -70,15 +72,15 @@ class CallMachine:
         self._prose.add(text[pos:], out)
         return len(text)
 
-    def _to_marker(self, text: str, pos: int, out: list[Part], marker: str, state: State) -> int:
-        """Content up to the marker, behind which `state` goes on."""
-        at, found = find_first(text, (marker,), pos)
+    def _to_marker(self, text: str, pos: int, out: list[Part], states: Mapping[str, State]) -> int:
+        """Content up to the first of some markers, each with the state that goes on behind it."""
+        at, found = find_first(text, tuple(states), pos)
         self._prose.add(text[pos:at], out)
         if not found:
             return self._hold(text, at)
-        self._lead = [marker]
-        self._state = state
-        return at + len(marker)
+        self._lead = [found]
+        self._state = states[found]
+        return at + len(found)
 
     def _expect_call(self, text: str, pos: int, out: list[Part], after: State) -> int:
         """A call must come, behind blanks; `after` goes on behind it."""

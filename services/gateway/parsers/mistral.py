@@ -24,7 +24,7 @@ class MistralParser(ArrayMachine):
         self._size = 0
 
     def _in_prose(self, text: str, pos: int, out: list[Part]) -> int:
-        return self._to_marker(text, pos, out, OPEN, self._opened)
+        return self._to_marker(text, pos, out, {OPEN: self._opened})
 
     def _opened(self, text: str, pos: int, out: list[Part]) -> int:
         pos = self._leading_blanks(text, pos)

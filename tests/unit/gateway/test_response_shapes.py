@@ -258,6 +258,15 @@ def test_a_call_that_was_cut_off_ends_by_length():
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("arguments", ["{", '{"a": "', "{}}", "[]"])
+def test_calls_of_which_one_is_no_json_end_by_the_endings_own_reason(arguments):
+    parts = (*CALL, CallBegins(1, "g"), CallArguments(1, arguments))
+    response = response_of(Shown())
+    answer = whole(response, ChatWriter(response.form(), lambda: MessageReader(Scripted(*parts))), [told([HELLO, EOS])])
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["message"]["tool_calls"][1]["function"]["arguments"] == arguments
+
+
 def test_reasoning_has_both_its_names_and_can_be_left_out():
     for shown in (True, False):
         response = response_of(Shown())

@@ -124,9 +124,22 @@ def test_output_that_ends_within_arguments_ends_the_call_there():
 
 def test_arguments_that_break_end_the_call_and_the_rest_is_content():
     text = '<tool_call>{"name": "f", "arguments": {"a": oh}}</tool_call>'
-    assert read(HermesParser, text) == Read("oh}}</tool_call>", calls=[("f", '{"a": ')])
-    text = '<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>'
-    assert read(HermesParser, text) == Read("}</tool_call>", calls=[("f", '{"a": 1}')])
+    assert read(HermesParser, text) == Read("oh}}", calls=[("f", '{"a": ')])
+    assert read(HermesParser, f"{text} Well.") == Read("oh}} Well.", calls=[("f", '{"a": ')])
+
+
+@pytest.mark.parametrize("inside", ["", "}", "}}\n", " {CALL}", "\n{CALL}\n{CALL}}\n"])
+def test_further_calls_and_stray_braces_before_the_closing_marker_are_no_content(inside):
+    one = '{"name": "f", "arguments": {"a": 1}}'
+    text = f"A <tool_call>{one}{inside.replace('{CALL}', one)}</tool_call> b"
+    assert read(HermesParser, text) == Read("A  b", calls=[("f", '{"a": 1}')] * (1 + inside.count("{CALL}")))
+
+
+@pytest.mark.parametrize("inside", [", so", ' {"a": 1}', "} and", " <b>"])
+def test_what_else_stands_there_is_content_and_the_marker_is_not(inside):
+    text = f'<tool_call>{{"name": "f", "arguments": {{}}}}{inside}</tool_call> </tool_call>'
+    assert read(HermesParser, text) == Read(f"{inside.lstrip()} </tool_call>", calls=[("f", "{}")])
+    assert read(HermesParser, text[:-22]) == Read(inside.lstrip(), calls=[("f", "{}")])
 
 
 def test_deep_arguments_are_bounded():

@@ -80,3 +80,27 @@ def test_nesting_is_bounded():
     taken, _, failed = scan(["[" * 100_000])
     assert failed
     assert taken == "[" * MAX_DEPTH
+
+
+@pytest.mark.parametrize(
+    "fragments",
+    [
+        ["[", '"', r"\ud83d\ude00", '"', "]"],
+        ["{", '"', r"\ud83d\ude00", '"', ":", '"', r"\\", "u", "d", "e", r"\u00e9", r"\n", '"', "}"],
+        ["[", '"', r"\ud83d", r"\ud83d\ude00", r"\ud83dx", r"\ude00", '"', "]"],
+        ["[", '"', r"\ud83d" + '"', ",", '"', r"\ud83d\n", '"', "]"],
+    ],
+)
+def test_an_escape_comes_whole_and_the_two_of_a_surrogate_pair_together(fragments):
+    scanner, found = JsonScanner(), []
+    for character in "".join(fragments):
+        taken: list[str] = []
+        scanner.feed(character, 0, taken)
+        found += filter(None, ["".join(taken)])
+    assert found == fragments
+    assert scanner.done
+
+
+@pytest.mark.parametrize("text", ['["\\ud83d\\x', '["\\x', '["\\ud83g', '["\\ud83d\\ud8x'])
+def test_where_an_escape_is_wrong_all_that_was_right_comes(text):
+    assert scan(text) == scan([text]) == (text[:-1], False, True)
