@@ -6,6 +6,7 @@ import pytest
 
 from services.gateway.parsers.filters import WithoutSpecialTokens
 from services.gateway.parsers.hermes import HermesParser
+from services.gateway.parsers.json_output import NamedCall, RequiredCalls
 from services.gateway.parsers.llama3 import Llama3JsonParser
 from services.gateway.parsers.mistral import MistralParser
 from services.gateway.parsers.pythonic import PythonicParser
@@ -26,9 +27,24 @@ GROWING = {
     "reasoning": (lambda: ReasoningParser(PlainText(), always=True), "", "<", "</think>"),
     "special tokens": (lambda: WithoutSpecialTokens(PlainText(), frozenset({"<s>", "<|x|>"})), "", "<s", ""),
 }
+# And texts that have many beginnings of calls, which a careless parser would read to the end from each of them.
+BEGINNINGS = {
+    "calls in prose": (Llama3JsonParser, "", "a {", ""),
+    "brackets in prose": (Llama3JsonParser, "", "[ ", ""),
+    "calls that begin and are none": (HermesParser, "", '<tool_call>{"a":[', ""),
+    "calls without an end": (HermesParser, "", '<tool_call>{"name":"a","arguments":{}}', ""),
+    "headers": (MistralParser, "", "[TOOL_CALLS]a", ""),
+    "headers with arguments": (MistralParser, "", "[TOOL_CALLS]a[ARGS]{}", ""),
+    "headers with ids": (MistralParser, "", "[TOOL_CALLS]a[CALL_ID]b", ""),
+    "arrays that break": (MistralParser, "", ' [TOOL_CALLS][{"arguments":{"x":"', ""),
+    "names": (PythonicParser, "[", "a.", "(x=1)]"),
+    "required calls": (RequiredCalls, '[{"name": "f", "parameters": {"a": [', "[1],", "[]]}}]"),
+    "a named call": (lambda: NamedCall("f"), '{"a": "', "\\u00e9", '"}'),
+}
 
 
-def processor_time(new, text):
+def in_characters(new, text):
+    """Processor time of a text pushed a character at a time, in seconds."""
     parser, started = new(), time.process_time()
     for character in text:
         parser.push(character)
@@ -36,7 +52,15 @@ def processor_time(new, text):
     return time.process_time() - started
 
 
-def growth(new, before, part, behind):
+def whole(new, text):
+    """The same of a text pushed at once."""
+    parser, started = new(), time.process_time()
+    parser.push(text)
+    parser.finish()
+    return time.process_time() - started
+
+
+def growth(new, before, part, behind, processor_time):
     """How many times as long 64 times the text takes."""
     count = SIZE // len(part)
     return processor_time(new, before + part * count * 64 + behind) / processor_time(new, before + part * count + behind)
@@ -45,4 +69,10 @@ def growth(new, before, part, behind):
 @pytest.mark.parametrize("case", GROWING)
 def test_64_times_the_text_takes_about_64_times_as_long(case):
     # A parser that only copies what it has so far with every character takes 140 times as long. A busy machine may spoil a measurement.
-    assert any(growth(*GROWING[case]) < 110 for _ in range(3))
+    assert any(growth(*GROWING[case], in_characters) < 110 for _ in range(3))
+
+
+@pytest.mark.parametrize("case", GROWING | BEGINNINGS)
+def test_a_text_that_comes_whole_is_not_looked_through_again_for_each_of_its_parts(case):
+    # 200,000 characters take some milliseconds where they are read once, and 100 times as long where they are read to the end at each part.
+    assert any(growth(*(GROWING | BEGINNINGS)[case], whole) < 160 for _ in range(3))
