@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum, auto
+
+import msgspec
 
 from libs.constraints import Constraint
 from libs.errors import ErrorCode, TokenloomError
 from libs.packing import unpack_ids
 from libs.text.table import TextTable
-from services.gateway.parsers.factory import needs_special_tokens, reasoning_end
+from services.gateway.parsers.factory import needs_special_tokens, reasoning_format
 from services.gateway.tokenizer_client import TokenizerClient
 from services.gateway.wanted import Wanted
 from tokenloom.scheduler.v1 import scheduler_pb2
@@ -32,33 +34,51 @@ def check_served(wanted: Wanted, facts: scheduler_pb2.ModelFacts) -> None:
         raise TokenloomError(ErrorCode.UNSUPPORTED, message, param="vllm_xargs")
 
 
+class Thinking(Enum):
+    """Where an output begins, as its prompt leaves it: `CLOSED`: behind the reasoning, or there is none; `OPENED`: within it; `FREE`: as is
+    usual in the format.
+    """
+
+    CLOSED = auto()
+    OPENED = auto()
+    FREE = auto()
+
+
 def constraint_of(wanted: Wanted, prompt_ids: bytes, tokens: TokenizerClient) -> Constraint | None:
     """The constraint of a prompt's choices: behind the reasoning, where there may be one.
 
     Raises TokenloomError UNSUPPORTED where the model has no one token that ends the reasoning.
     """
     constraint, parser = wanted.constraint, wanted.shown.reasoning
-    if constraint is None or parser is None or not may_reason(wanted, prompt_ids, tokens.table):
+    if constraint is None or parser is None or thinking_of(wanted, prompt_ids, tokens.table) is Thinking.CLOSED:
         return constraint
-    end = reasoning_end(parser)
+    end = reasoning_format(parser).end
     if end not in tokens.added_tokens:
         message = f"{constraint.param} is not supported together with this server's reasoning parser: {end!r} is no token of this model"
         raise TokenloomError(ErrorCode.UNSUPPORTED, message, param=constraint.param)
     return replace(constraint, begin_after=(tokens.added_tokens[end],))
 
 
-def may_reason(wanted: Wanted, prompt_ids: bytes, table: TextTable | None) -> bool:
-    """Whether the output can begin with reasoning: there is a parser of it, and the prompt has not closed it already.
+def thinking_of(wanted: Wanted, prompt_ids: bytes, table: TextTable | None) -> Thinking:
+    """Where the outputs of a prompt begin.
 
-    Templates close an empty reasoning where it is switched off; an answer that is continued may have its reasoning behind it.
+    The end of the prompt decides: templates open the reasoning there, or close an empty one where it is switched off. In an answer that is
+    continued the last marker decides.
     """
     if wanted.shown.reasoning is None:
-        return False
-    end = reasoning_end(wanted.shown.reasoning)
+        return Thinking.CLOSED
+    form = reasoning_format(wanted.shown.reasoning)
     chat = wanted.prompts[0].request.chat
     if chat.continue_final_message:
-        return end not in json.loads(chat.messages_json)[-1]["content"]
-    return table is None or not _tail(unpack_ids(prompt_ids), table, len(end)).endswith(end.encode())
+        last = msgspec.json.decode(msgspec.json.decode(chat.messages_json, type=list[msgspec.Raw])[-1])["content"] or ""
+        closed, opened = last.rfind(form.end), last.rfind(form.open) if form.open else -1
+        return Thinking.FREE if closed == opened else Thinking.CLOSED if closed > opened else Thinking.OPENED
+    if table is None:
+        return Thinking.FREE
+    tail = _tail(unpack_ids(prompt_ids), table, max(map(len, form.markers)))
+    if tail.endswith(form.end.encode()):
+        return Thinking.CLOSED
+    return Thinking.OPENED if form.open and tail.endswith(form.open.encode()) else Thinking.FREE
 
 
 def _tail(prompt: Sequence[int], table: TextTable, count: int) -> bytes:
@@ -72,11 +92,8 @@ def _tail(prompt: Sequence[int], table: TextTable, count: int) -> bytes:
 
 
 def keeps_special_tokens(wanted: Wanted, tokens: TokenizerClient) -> bool:
-    """Whether special tokens are spelled in the text: for the client, or for the parser, whose markers they are in some models."""
-    tools = wanted.shown.tools
-    if wanted.shown.keep_special_tokens or tools is None or tools.mode != "auto":
-        return wanted.shown.keep_special_tokens
-    return needs_special_tokens(tools.format or tokens.tool_format, tokens.special_tokens)
+    """Whether special tokens are spelled in the text: for the client, or for the parsers, whose markers they are in some models."""
+    return wanted.shown.keep_special_tokens or needs_special_tokens(wanted.shown, tokens.tool_format, tokens.special_tokens)
 
 
 def keep_last(wanted: Wanted, facts: scheduler_pb2.ModelFacts) -> int:

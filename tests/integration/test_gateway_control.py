@@ -336,6 +336,23 @@ async def test_text_is_no_reasoning_where_the_prompt_has_closed_it(tmp_path_fact
             assert (message.get("reasoning_content"), message["content"]) == expected, content
 
 
+@together
+async def test_text_is_reasoning_where_the_prompt_has_opened_it(tmp_path_factory):
+    """As Qwen3's thinking models have it. In qwen3 other text is reasoning only where it says so itself."""
+    async with running_gateway(
+        tmp_path_factory.mktemp("opened"), FakeScheduler(say("so</think>done")), reasoning_parser="qwen3"
+    ) as running:
+        for content, continued, expected in (
+            ("hi<think>\n", False, ("so", "done")),
+            ("hi", False, (None, "so</think>done")),
+            ("hi<think>\n</think>\n", False, (None, "so</think>done")),
+            ("<think>a", True, ("so", "done")),
+            ("a", True, (None, "so</think>done")),
+        ):
+            message = (await running.chat(content, continue_final_message=continued)).json()["choices"][0]["message"]
+            assert (message.get("reasoning_content"), message["content"]) == expected, content
+
+
 @pytest.mark.refuses("structured output", reason="where a reasoning parser's end is no token of the model")
 @together
 async def test_a_constraint_that_could_never_begin_is_refused(tmp_path_factory):

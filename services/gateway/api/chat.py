@@ -13,8 +13,8 @@ from services.gateway.api.policy import Policy
 from services.gateway.api.validate import want_chat
 from services.gateway.api.writers import Form, Writer
 from services.gateway.mesh import Mesh
-from services.gateway.parsers.factory import new_parser, reasoning_end
-from services.gateway.terms import keeps_special_tokens, may_reason
+from services.gateway.parsers.factory import new_parser, reasoning_format
+from services.gateway.terms import Thinking, keeps_special_tokens, thinking_of
 from services.gateway.wanted import Wanted
 
 
@@ -25,7 +25,8 @@ def _read(body: bytearray, mesh: Mesh, label: str) -> Wanted:
 
 def _writer(form: Form, mesh: Mesh) -> Writer:
     shown, tokens = form.wanted.shown, mesh.tokenizers
-    if not may_reason(form.wanted, form.choices[0].prompt_ids, tokens.table):
+    thinking = thinking_of(form.wanted, form.choices[0].prompt_ids, tokens.table)
+    if thinking is Thinking.CLOSED:
         shown = replace(shown, reasoning=None)
     # Special tokens that stay in the text for the parser's sake alone are nothing for the client.
     for_parser = keeps_special_tokens(form.wanted, tokens) and not shown.keep_special_tokens
@@ -34,9 +35,10 @@ def _writer(form: Form, mesh: Mesh) -> Writer:
     new_id = new_mistral_call_id if format_ == "mistral" else new_call_id
 
     def new_reader() -> MessageReader:
-        return MessageReader(new_parser(shown, tokens.tool_format, hidden), new_id, show_reasoning=shown.include_reasoning)
+        parser = new_parser(shown, tokens.tool_format, hidden, reasoning_opened=thinking is Thinking.OPENED)
+        return MessageReader(parser, new_id, show_reasoning=shown.include_reasoning)
 
-    return ChatWriter(form, new_reader, reasoning_end(shown.reasoning) if shown.reasoning is not None else None)
+    return ChatWriter(form, new_reader, reasoning_format(shown.reasoning).end if shown.reasoning is not None else None)
 
 
 CHAT = Api("/v1/chat/completions", "chat", "chatcmpl", _read, _writer)

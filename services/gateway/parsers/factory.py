@@ -22,7 +22,7 @@ from services.gateway.parsers.llama3 import TAG, Llama3JsonParser
 from services.gateway.parsers.mistral import OPEN as MISTRAL_OPEN
 from services.gateway.parsers.mistral import MistralParser
 from services.gateway.parsers.pythonic import PythonicParser
-from services.gateway.parsers.reasoning import CLOSE, PlainText, ReasoningParser
+from services.gateway.parsers.reasoning import CLOSE, OPEN, PlainText, ReasoningParser
 from services.gateway.wanted import Shown, ToolUse
 
 TOOL_GROUP = "tokenloom.tool_parsers"
@@ -46,11 +46,19 @@ class ToolFormat:
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """A model's way to reason. `new`: a parser of one choice's text that gives what is no reasoning to another; `end`: the text that ends
-    the reasoning, behind which constraints begin.
+    the reasoning, behind which constraints begin. `open`: the text that begins it; `opened`: a parser of a text that begins within the
+    reasoning, because the prompt ends with `open`, None where `new`'s does for it.
     """
 
     new: Callable[[MessageParser], MessageParser]
     end: str
+    open: str = ""
+    opened: Callable[[MessageParser], MessageParser] | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that are special tokens of some models and have to stay in the text for the parser."""
+        return (self.open, self.end) if self.open else (self.end,)
 
 
 _TOOLS: Mapping[str, ToolFormat] = {
@@ -59,9 +67,10 @@ _TOOLS: Mapping[str, ToolFormat] = {
     "mistral": ToolFormat(MistralParser, (MISTRAL_OPEN, "[ARGS]", "[CALL_ID]")),
     "pythonic": ToolFormat(PythonicParser),
 }
+_WITHIN = functools.partial(ReasoningParser, always=True)
 _REASONING: Mapping[str, ReasoningFormat] = {
-    "deepseek_r1": ReasoningFormat(functools.partial(ReasoningParser, always=True), CLOSE),
-    "qwen3": ReasoningFormat(functools.partial(ReasoningParser, always=False), CLOSE),
+    "deepseek_r1": ReasoningFormat(_WITHIN, CLOSE, OPEN, _WITHIN),
+    "qwen3": ReasoningFormat(functools.partial(ReasoningParser, always=False), CLOSE, OPEN, _WITHIN),
 }
 
 
@@ -85,34 +94,34 @@ def reasoning_format(name: str) -> ReasoningFormat:
     return _REASONING.get(name) or _plug_in(REASONING_GROUP, name, ReasoningFormat)
 
 
-def reasoning_end(name: str) -> str:
-    """The text that ends the reasoning."""
-    return reasoning_format(name).end
+def needs_special_tokens(shown: Shown, template_format: str, special_tokens: Collection[str]) -> bool:
+    """Whether special tokens have to stay in the text for the parser of what is shown: markers of its formats are among the model's."""
+    return not _markers(shown, template_format).isdisjoint(special_tokens)
 
 
-def needs_special_tokens(name: str, special_tokens: Collection[str] | None = None) -> bool:
-    """Whether special tokens have to stay in the text for the tool format `name` ("": unknown).
-
-    `special_tokens` are those of the model; None: not known, then where the format's own models have its markers as special tokens.
-    """
-    markers = tool_format(name or FALLBACK).markers
-    return name in ("llama3_json", "mistral") if special_tokens is None else not set(markers).isdisjoint(special_tokens)
-
-
-def new_parser(shown: Shown, template_format: str = "", special_tokens: Collection[str] = ()) -> MessageParser | None:
+def new_parser(
+    shown: Shown, template_format: str = "", special_tokens: Collection[str] = (), *, reasoning_opened: bool = False
+) -> MessageParser | None:
     """The parser of one choice; None where all text is content.
 
     `template_format`: what the model's template asks for, "" when unknown; it counts where the request's ToolUse names none.
     `special_tokens`: the texts of the model's special tokens where they were kept for the parser's sake alone; those that it does not know
-    are taken out.
+    are taken out. `reasoning_opened`: the text begins within the reasoning, whatever is usual in its format.
     """
     parser = _tool_parser(shown.tools, template_format) if shown.tools else None
     if shown.reasoning is not None:
-        parser = reasoning_format(shown.reasoning).new(parser or PlainText())
-    if parser is None or not special_tokens:
+        form = reasoning_format(shown.reasoning)
+        new = form.opened if reasoning_opened and form.opened is not None else form.new
+        parser = new(parser or PlainText())
+    if not special_tokens:
         return parser
-    known = tool_format(_format(shown.tools, template_format)).markers if shown.tools and shown.tools.mode == "auto" else ()
-    return WithoutSpecialTokens(parser, frozenset(special_tokens).difference(known))
+    return WithoutSpecialTokens(parser or PlainText(), frozenset(special_tokens) - _markers(shown, template_format))
+
+
+def _markers(shown: Shown, template_format: str) -> frozenset[str]:
+    """What the parsers of tools and of reasoning look for. Calls that a grammar enforces are JSON without markers."""
+    tools = tool_format(_format(shown.tools, template_format)).markers if shown.tools and shown.tools.mode == "auto" else ()
+    return frozenset(tools).union(reasoning_format(shown.reasoning).markers if shown.reasoning is not None else ())
 
 
 def _tool_parser(use: ToolUse, template_format: str) -> MessageParser:

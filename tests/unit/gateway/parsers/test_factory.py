@@ -12,7 +12,7 @@ from services.gateway.parsers.base import CallArguments, CallBegins
 from services.gateway.parsers.factory import (
     needs_special_tokens,
     new_parser,
-    reasoning_end,
+    reasoning_format,
     reasoning_parser_names,
     tool_format,
     tool_parser_names,
@@ -36,7 +36,7 @@ def shown(mode="auto", form="", parallel=True, reasoning=None):
 
 
 def test_without_tools_and_reasoning_all_text_is_content_and_there_is_no_parser():
-    assert new_parser(Shown(), "hermes", {"<s>"}) is None
+    assert new_parser(Shown(), "hermes") is None
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -60,7 +60,7 @@ def test_reasoning_comes_before_calls():
         text = f"{opening}Hm.</think>\n"
         assert read(lambda name=name: new_parser(shown(reasoning=name)), text + HERMES) == Read("", "Hm.", CALLED.calls)
         assert read(lambda name=name: new_parser(Shown(reasoning=name)), text + HERMES) == Read("\n" + HERMES, "Hm.")
-        assert reasoning_end(name) == "</think>"
+        assert reasoning_format(name).markers == ("<think>", "</think>")
         assert name in reasoning_parser_names()
 
 
@@ -70,16 +70,37 @@ def test_only_the_first_call_is_given_where_calls_are_not_to_be_parallel():
 
 
 def test_special_tokens_stay_in_the_text_where_the_format_is_written_with_them():
-    assert [name for name in ("hermes", "llama3_json", "mistral", "pythonic", "") if needs_special_tokens(name)] == [
-        "llama3_json",
-        "mistral",
-    ]
-    assert needs_special_tokens("hermes", {"<tool_call>", "<s>"})
-    assert needs_special_tokens("", {"<tool_call>"})
-    assert not needs_special_tokens("hermes", {"<s>"})
-    assert not needs_special_tokens("mistral", frozenset())
-    assert needs_special_tokens("mistral", {"[TOOL_CALLS]"})
-    assert not needs_special_tokens("pythonic", {"<s>"})
+    assert needs_special_tokens(shown(), "hermes", {"<tool_call>", "<s>"})
+    assert needs_special_tokens(shown(), "", {"<tool_call>"})
+    assert not needs_special_tokens(shown(), "hermes", {"<s>"})
+    assert not needs_special_tokens(shown(), "mistral", frozenset())
+    assert needs_special_tokens(shown(), "mistral", {"[TOOL_CALLS]"})
+    assert needs_special_tokens(shown(form="mistral"), "hermes", {"[TOOL_CALLS]"})
+    assert not needs_special_tokens(shown(), "pythonic", {"<s>"})
+    assert not needs_special_tokens(shown("required"), "mistral", {"[TOOL_CALLS]"})
+    assert not needs_special_tokens(Shown(), "mistral", {"[TOOL_CALLS]"})
+
+
+@pytest.mark.parametrize("marker", ["<think>", "</think>"])
+def test_markers_of_reasoning_that_are_special_tokens_stay_for_its_parser(marker):
+    special = {marker, "<s>", "<|im_end|>"}
+    for use in (Shown(reasoning="qwen3"), shown(reasoning="qwen3"), shown("required", reasoning="deepseek_r1")):
+        assert needs_special_tokens(use, "hermes", special)
+    text = "<s><think>Hm.</think>Yes.<|im_end|>"
+    assert read(lambda: new_parser(Shown(reasoning="qwen3"), "", special), text) == Read("Yes.", "Hm.")
+    assert read(lambda: new_parser(Shown(reasoning="deepseek_r1"), "", special), text) == Read("Yes.", "Hm.")
+
+
+def test_where_the_prompt_has_closed_the_reasoning_special_tokens_are_taken_out_all_the_same():
+    assert read(lambda: new_parser(Shown(), "", {"<s>", "</think>"}), "<s>Yes.</think>") == Read("Yes.")
+
+
+def test_where_the_prompt_has_opened_the_reasoning_the_text_begins_within_it():
+    for name in ("qwen3", "deepseek_r1"):
+        assert read(lambda name=name: new_parser(shown(reasoning=name), reasoning_opened=True), f"Hm.</think>{HERMES}") == Read(
+            "", "Hm.", CALLED.calls
+        )
+    assert read(lambda: new_parser(shown(reasoning="qwen3")), "Hm.</think>") == Read("Hm.</think>")
 
 
 def test_those_that_the_format_does_not_know_are_taken_out():
@@ -124,7 +145,7 @@ def test_a_reasoning_parser_of_the_operator(monkeypatch):
     _plug_in(monkeypatch, reasoning_mine=f"{__name__}:MINE")
     assert "mine" in reasoning_parser_names()
     assert "mine" not in tool_parser_names()
-    assert reasoning_end("mine") == "[/THINK]"
+    assert reasoning_format("mine").end == "[/THINK]"
     assert GatewayConfig(reasoning_parser="mine").reasoning_parser == "mine"
 
 
