@@ -6,6 +6,7 @@ nothing but its variables.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from libs.errors import ErrorCode, TokenloomError
-from services.tokenizer.tools import as_text, tool_format, with_objects
+from services.tokenizer.tools import CallForm, as_text, find_call_form, has_calls, tool_format, with_calls
 
 # Ends the last message while it is rendered, to find where the model is to go on. The space tells whether the template strips contents.
 _OPEN_END = "\N{NULL}tokenloom-continue\N{NULL}"
@@ -75,15 +76,16 @@ class ChatTemplate:
         taken = [name for name in variables or () if name in _RESERVED]
         if taken:
             raise _invalid(f"chat_template_kwargs cannot set {', '.join(taken)}", "chat_template_kwargs")
-        messages = with_objects(messages)
-        if not self._tools.rendered:
-            messages = as_text(messages, tools, calls_too=not self._tools.calls_rendered)
+        if not self._tools.rendered and not self._tools.calls_rendered:
+            messages = as_text(with_calls(messages, CallForm()), tools, calls_too=True)
+        else:
+            messages = with_calls(messages, self._call_form if has_calls(messages) else CallForm())
+            if not self._tools.rendered:
+                messages = as_text(messages, tools, calls_too=False)
         if continue_final_message:
             messages = _with_open_end(messages, add_generation_prompt)
         try:
-            chat = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
-            # One mapping: as keyword arguments, a variable named "self" would clash with render's own.
-            text = self._template.render(self._special_tokens | {"documents": None} | dict(variables or {}) | chat)
+            text = self._text(messages, tools, add_generation_prompt, variables or {})
         except _TemplateRefusal as error:
             raise TokenloomError(ErrorCode.TEMPLATE_ERROR, str(error), param="messages") from error
         except MemoryError as error:
@@ -92,6 +94,19 @@ class ChatTemplate:
             reason = str(error) or type(error).__name__
             raise TokenloomError(ErrorCode.TEMPLATE_ERROR, f"the chat template failed: {reason}", param="messages") from error
         return _cut_at_open_end(text) if continue_final_message else text
+
+    def _text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """What the template makes of its variables. Raises anything."""
+        chat = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
+        # One mapping: as keyword arguments, a variable named "self" would clash with render's own.
+        return self._template.render(self._special_tokens | {"documents": None} | dict(variables) | chat)
+
+    @functools.cached_property
+    def _call_form(self) -> CallForm:
+        """How this template takes calls, found out with the first chat that has any: within that one's bounds of time and memory."""
+        return find_call_form(lambda messages: self._text(messages, (), False, {}))
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

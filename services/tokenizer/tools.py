@@ -14,7 +14,8 @@ A model that follows it writes its own calls as the assistant's are written here
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from libs.errors import ErrorCode, TokenloomError
@@ -45,18 +46,72 @@ def tool_format(source: str, *, knows_tools: bool) -> str:
     return ""
 
 
-def with_objects(messages: Sequence[Message]) -> list[Message]:
-    """The messages with each tool call's arguments as the JSON value that clients send as a string, which is what templates expect.
-
-    Raises TokenloomError(INVALID_REQUEST) naming the call that has no function's name or whose arguments are no JSON.
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template takes the calls in messages. `text`: their arguments as JSON text, not as an object; `null`: the content of a message
+    that only calls as null, not as an empty text.
     """
-    return [_with_objects(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+    text: bool = False
+    null: bool = False
+
+
+# What transformers' own templates take comes first.
+CALL_FORMS = (CallForm(null=True), CallForm(), CallForm(text=True, null=True), CallForm(text=True))
+_PROBE = {"tokenloom_probe": "value"}
+
+
+def with_calls(messages: Sequence[Message], form: CallForm) -> list[Message]:
+    """The messages with their calls as a template takes them, whether a client sent the arguments as text, as OpenAI has it, or not.
+
+    Raises TokenloomError(INVALID_REQUEST) naming the call that has no function's name or whose arguments are no JSON object.
+    """
+    return [_with_calls(message, form, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def has_calls(messages: Sequence[Message]) -> bool:
+    """Whether any message calls a tool."""
+    return any(message.get("tool_calls") for message in messages)
+
+
+def find_call_form(render: Callable[[Sequence[Message]], str]) -> CallForm:
+    """How a template takes calls, found out by rendering a chat with one: `render` may raise anything.
+
+    The first form that shows the call's name and its arguments as JSON, and no Python where JSON belongs. Where none does (the template
+    writes calls in a way of its own, or refuses that chat), what most templates take.
+    """
+    for form in CALL_FORMS:
+        try:
+            text = render(with_calls(_PROBE_CHAT, form))
+        except Exception:  # a template is a program that can raise anything; another form may suit it
+            continue
+        if _shows_call(text) and not (form.null and "None" in text):
+            return form
+    return CallForm()
+
+
+_PROBE_CHAT: Sequence[Message] = (
+    {"role": "user", "content": "probe"},
+    {
+        "role": "assistant",
+        "content": None,
+        # An id that Mistral's templates take too.
+        "tool_calls": [{"id": "probe0001", "type": "function", "function": {"name": "probe_name", "arguments": json.dumps(_PROBE)}}],
+    },
+    {"role": "tool", "tool_call_id": "probe0001", "name": "probe_name", "content": "probe"},
+)
+
+
+def _shows_call(text: str) -> bool:
+    (key,) = _PROBE
+    # Quotes that are escaped, or Python's, are those of a value that the template took for another kind.
+    return "probe_name" in text and key in text and f'\\"{key}' not in text and f"'{key}'" not in text
 
 
 def as_text(messages: Sequence[Message], tools: Sequence[Any], *, calls_too: bool) -> list[Message]:
     """The same chat for a template that knows no tools; `calls_too`: nor calls and their answers, so that roles and contents must do.
 
-    `messages` come from `with_objects`.
+    `messages` come from `with_calls`, with arguments as objects.
     """
     plain = list(_plain(messages)) if calls_too else list(messages)
     if not tools:
@@ -67,28 +122,37 @@ def as_text(messages: Sequence[Message], tools: Sequence[Any], *, calls_too: boo
     return [{"role": role, "content": content}, *(plain[1:] if has_system else plain)]
 
 
-def _with_objects(message: Message, path: str) -> Message:
+def _with_calls(message: Message, form: CallForm, path: str) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
     if not isinstance(calls, list):
         raise _invalid("must be a list of calls", f"{path}.tool_calls")
-    return {**message, "tool_calls": [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]}
+    content = message.get("content") or (None if form.null else "")
+    called = [_call(call, form, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return {**message, "content": content, "tool_calls": called}
 
 
-def _call(call: Any, path: str) -> dict[str, Any]:
+def _call(call: Any, form: CallForm, path: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _invalid("must have a function with a name", path)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and arguments.strip():
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise _invalid(f"is no valid JSON: {error}", f"{path}.function.arguments") from None
-    elif not arguments:
-        arguments = {}
+    arguments = _arguments(function.get("arguments"), f"{path}.function.arguments")
+    if form.text:
+        sent = function.get("arguments")
+        arguments = sent if isinstance(sent, str) and arguments else _json(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(sent: Any, path: str) -> Any:
+    if isinstance(sent, str):
+        try:
+            sent = json.loads(sent) if sent.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise _invalid(f"is no valid JSON: {error}", path) from None
+    if sent is not None and not isinstance(sent, dict):
+        raise _invalid("must be a JSON object", path)
+    return sent or {}
 
 
 def _plain(messages: Sequence[Message]) -> Iterator[Message]:

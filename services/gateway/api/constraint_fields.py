@@ -15,6 +15,7 @@ from libs.constraints import Constraint, ConstraintKind
 from libs.errors import ErrorCode, TokenloomError
 from services.gateway.api.checks import invalid, unsupported
 from services.gateway.api.requests import GenerationRequest, ResponseFormat, StructuredOutputs
+from services.gateway.parsers.schemas import closed_objects
 
 # Bytes of UTF-8 of all texts of a constraint, levels of a schema's JSON, and alternatives to choose from.
 MAX_CONSTRAINT_BYTES = 256 * 1024
@@ -90,7 +91,7 @@ def _response_format(wanted: ResponseFormat, compact: bool) -> Iterator[Constrai
         name = "response_format.json_schema.schema"
         if wanted.json_schema.definition is None:
             raise invalid(f"{name} is required", name)
-        yield _schema(wanted.json_schema.definition, name, compact)
+        yield _schema(wanted.json_schema.definition, name, compact, closed=wanted.json_schema.strict is not False)
     elif wanted.type == "structural_tag":
         parts = {"structures": wanted.structures, "triggers": wanted.triggers, "format": wanted.format}
         tag = {"type": wanted.type, **{name: part for name, part in parts.items() if part is not None}}
@@ -101,9 +102,6 @@ def _structured(wanted: StructuredOutputs, compact: bool) -> Constraint:
     if wanted.whitespace_pattern is not None:
         message = "structured_outputs.whitespace_pattern is not supported: white space between JSON tokens is bounded, or none"
         raise unsupported(message, "structured_outputs.whitespace_pattern")
-    if wanted.disable_additional_properties:
-        message = "structured_outputs.disable_additional_properties is not supported; say additionalProperties: false in the schema"
-        raise unsupported(message, "structured_outputs.disable_additional_properties")
     found = list(_kinds(wanted, compact or wanted.disable_any_whitespace is True))
     if len(found) != 1:
         names = "json, regex, choice, grammar, json_object and structural_tag"
@@ -116,7 +114,8 @@ def _structured(wanted: StructuredOutputs, compact: bool) -> Constraint:
 
 def _kinds(wanted: StructuredOutputs, compact: bool) -> Iterator[Constraint]:
     if wanted.json is not None:
-        yield _schema(wanted.json, "structured_outputs.json", compact)
+        closed = wanted.disable_additional_properties is not False
+        yield _schema(wanted.json, "structured_outputs.json", compact, closed=closed)
     if wanted.regex is not None:
         yield _text(ConstraintKind.REGEX, wanted.regex, "structured_outputs.regex")
     if wanted.choice is not None:
@@ -129,11 +128,14 @@ def _kinds(wanted: StructuredOutputs, compact: bool) -> Iterator[Constraint]:
         yield _structural_tag(wanted.structural_tag, "structured_outputs.structural_tag", compact)
 
 
-def _schema(schema: str | dict[str, Any] | bool, param: str, compact: bool) -> Constraint:
+def _schema(schema: str | dict[str, Any] | bool, param: str, compact: bool, *, closed: bool = True) -> Constraint:
     value = _parsed(schema, param) if isinstance(schema, str) else schema
     if not isinstance(value, dict | bool):
         raise _bad(f"{param} must be a JSON schema: an object, or true or false", param)
-    return Constraint(ConstraintKind.JSON_SCHEMA, (_written(value, param),), compact=compact, param=param)
+    text = _written(value, param)
+    if closed:
+        text = msgspec.json.encode(closed_objects(value)).decode()
+    return Constraint(ConstraintKind.JSON_SCHEMA, (text,), compact=compact, param=param)
 
 
 def _structural_tag(tag: str | dict[str, Any], param: str, compact: bool) -> Constraint:

@@ -83,7 +83,9 @@ def _message(message: Message, path: str) -> dict[str, Any]:
         raise invalid(f"{path}.role must be one of {roles}; got {message.role[:64]!r}", f"{path}.role")
     if message.tool_calls and message.role != "assistant":
         raise invalid(f"{path}.tool_calls: only an assistant calls tools", f"{path}.tool_calls")
-    rendered: dict[str, Any] = {"role": message.role, "content": _content(message.content, f"{path}.content")}
+    content = _content(message.content, f"{path}.content")
+    # Beside calls nothing said may be null: it depends on the template which of the two it takes.
+    rendered: dict[str, Any] = {"role": message.role, "content": None if message.tool_calls and message.content is None else content}
     if message.name is not None:
         rendered["name"] = message.name
     if message.tool_calls:

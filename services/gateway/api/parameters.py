@@ -152,7 +152,7 @@ _STRUCTURED: Mapping[str, Parameter] = {
     "json_object": Parameter("Any JSON object."),
     "structural_tag": Parameter("Text that is free but within tags: structures and triggers, or format; or its JSON text."),
     "disable_any_whitespace": Parameter("No blanks between JSON's tokens; else there are few."),
-    "disable_additional_properties": Parameter("Not served: say it in the schema.", {"enum": [False, None]}),
+    "disable_additional_properties": Parameter("false: objects whose schema lists properties and says nothing of others may have others."),
     "whitespace_pattern": Parameter("Not served.", {"type": "null"}),
 }
 

@@ -17,7 +17,7 @@ class StreamOptions(Struct):
 
 
 class JsonSchemaFormat(Struct, kw_only=True, rename={"definition": "schema"}):
-    """`json_schema` of a response_format. `strict` changes nothing: every schema is kept to."""
+    """`json_schema` of a response_format. Every schema is kept to; `strict: false` leaves objects open that do not say they are closed."""
 
     name: str
     definition: dict[str, Any] | bool | None = None

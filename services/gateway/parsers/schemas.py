@@ -29,7 +29,7 @@ def arguments_schema(parameters: Schema | None, *, strict: bool = False) -> dict
     schema = {} if parameters is True else {name: value for name, value in parameters.items() if name not in _OF_DOCUMENTS}
     if not _refers_to_object(schema):
         schema = {**schema, "type": "object"}
-    return _closed(schema) if strict else schema
+    return closed_objects(schema) if strict else schema
 
 
 def as_definitions(schema: dict[str, Any], name: str) -> dict[str, Any]:
@@ -89,10 +89,11 @@ def _reference(reference: str, name: str) -> str:
     return f"#/$defs/{name}{reference[1:]}" if reference == "#" or reference.startswith("#/") else reference
 
 
-def _closed(schema: Any) -> Any:
-    """Objects with listed properties closed. What is within allOf stays open: each part of it would refuse the properties of the others."""
+def closed_objects(schema: Any) -> Any:
+    """Objects with listed properties closed, at any depth, where the schema does not say whether they are open: what xgrammar, vLLM's default,
+    makes of them. A model, small ones above all, goes on inventing properties of an open object until it runs out of tokens. What is within allOf stays open: each part of it would refuse the properties of the others."""
     if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+        return [closed_objects(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     closed = {}
@@ -100,9 +101,9 @@ def _closed(schema: Any) -> Any:
         if name in _DATA or name == "allOf":
             closed[name] = value
         elif name in _NAMED and isinstance(value, dict):
-            closed[name] = {key: _closed(child) for key, child in value.items()}
+            closed[name] = {key: closed_objects(child) for key, child in value.items()}
         else:
-            closed[name] = _closed(value)
+            closed[name] = closed_objects(value)
     if "properties" in closed and not {"additionalProperties", "allOf", "$ref"} & closed.keys():
         closed["additionalProperties"] = False
     return closed

@@ -48,7 +48,7 @@ def render(messages, tools=(), source: str = PLAIN, **options) -> str:
 
 def test_a_template_that_knows_tools_gets_them_and_arguments_as_objects():
     chat = [USER, assistant(call("weather", '{"town": "Paris"}'), content=None), answer("rain")]
-    with_objects = [USER, assistant(call("weather", {"town": "Paris"}), content=None), answer("rain")]
+    with_objects = [USER, assistant(call("weather", {"town": "Paris"}), content=""), answer("rain")]
     expected, _ = render_jinja_template([with_objects], [WEATHER], chat_template=KNOWS)
     assert render(chat, [WEATHER], KNOWS) == expected[0]
     assert "weather=Paris" in expected[0]
@@ -137,6 +137,10 @@ def test_a_template_that_renders_calls_but_no_tools_keeps_its_own_way_of_calls()
         ([call("a", "{}"), call(None, "{}")], "messages[1].tool_calls[1]"),
         ([call("a", "{")], "messages[1].tool_calls[0].function.arguments"),
         ([call("a", "[" * 100_000)], "messages[1].tool_calls[0].function.arguments"),
+        ([call("a", "[1]")], "messages[1].tool_calls[0].function.arguments"),
+        ([call("a", "[]")], "messages[1].tool_calls[0].function.arguments"),
+        ([call("a", "0")], "messages[1].tool_calls[0].function.arguments"),
+        ([call("a", [])], "messages[1].tool_calls[0].function.arguments"),
         ("weather", "messages[1].tool_calls"),
         (["weather"], "messages[1].tool_calls[0]"),
     ],
@@ -145,6 +149,73 @@ def test_calls_that_are_none_are_refused_by_their_place(calls, param):
     with pytest.raises(TokenloomError) as caught:
         render([USER, {"role": "assistant", "content": "", "tool_calls": calls}])
     assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, param)
+
+
+OPENING = "{% for m in messages %}<{{ m.role }}>"
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+ENDING = "{% endfor %}{% endfor %}"
+NULL_CALLS = (
+    "{% if m.content is none %}" + CALLS + "{{ c.function.arguments | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+# As DeepSeek R1's: calls only where there is no content, arguments joined as text.
+TEXT_CALLS = NULL_CALLS.replace("{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}")
+SPELLED = '{"town": "Paris"}'
+
+
+@pytest.mark.parametrize(
+    ("source", "rendered"),
+    [
+        (OPENING + "{{ m.content or '' }}" + CALLS + "{{ c.function.arguments | tojson }}" + ENDING, SPELLED),
+        (OPENING + "{{ m.content }}" + CALLS + "{{ c.function.arguments | tojson }}" + ENDING, SPELLED),
+        (OPENING + "{{ m.content | trim }}" + CALLS + "{{ c.function.arguments | tojson }}" + ENDING, SPELLED),
+        (OPENING + "{{ '' + m.content }}" + CALLS + "{{ c.function.arguments | tojson }}" + ENDING, SPELLED),
+        (OPENING + "{{ m.content }}" + CALLS + "{{ c.function.arguments }}" + ENDING, SPELLED),
+        (OPENING + "{{ m.content }}" + CALLS + "{{ c.function.arguments + '' }}" + ENDING, SPELLED),
+        (OPENING + NULL_CALLS, SPELLED),
+        (OPENING + TEXT_CALLS, SPELLED),
+        (OPENING + CALLS + "{% for k, v in c.function.arguments.items() %}[{{ k }}]{{ v }}{% endfor %}" + ENDING, "[town]Paris"),
+    ],
+)
+@pytest.mark.parametrize("fields", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("arguments", [SPELLED, {"town": "Paris"}])
+def test_a_template_gets_calls_in_the_form_that_it_takes(source, rendered, fields, arguments):
+    chat = [USER, assistant(call("weather", arguments), **fields), answer("rain")]
+    text = render(chat, source=source)
+    assert text.startswith("<user>")
+    assert f"<assistant>weather{rendered}<tool>" in text
+
+
+def test_a_template_that_takes_text_gets_the_clients_own():
+    sent = '{"town":"Paris", "n":1.50}'
+    assert f"weather{sent}<tool>" in render([USER, assistant(call("weather", sent)), answer("rain")], source=OPENING + TEXT_CALLS)
+    assert "weather{}<tool>" in render([USER, assistant(call("weather", " ")), answer("rain")], source=OPENING + TEXT_CALLS)
+
+
+def test_what_is_said_beside_a_call_stays():
+    source = OPENING + "{{ m.content }}" + CALLS + ENDING
+    assert "<assistant>So:weather<tool>" in render([USER, assistant(call("weather", "{}"), content="So:"), answer("rain")], source=source)
+
+
+def test_a_template_that_refuses_the_probe_gets_calls_as_most_take_them():
+    source = (
+        "{{ raise_exception('no') if messages | length > 2 }}"
+        + OPENING
+        + "{{ m.content }}"
+        + CALLS
+        + "{{ c.function.arguments.town }}"
+        + ENDING
+    )
+    assert render([USER, assistant(call("weather", SPELLED))], source=source) == "<user>Rain in Paris?<assistant>weatherParis"
+
+
+def test_the_form_is_found_out_once_and_only_where_there_are_calls():
+    rendered = []
+    template = ChatTemplate("{{ count(messages) }}", {"count": rendered.append})
+    template.render([USER])
+    assert len(rendered) == 1
+    for _ in range(3):
+        template.render([USER, assistant(call("weather", "{}"))], tools=[])
+    assert len(rendered) == 1 + 3
 
 
 QWEN = "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}<tool_call>{{ '{\"name\": x}' }}{% endif %}"
