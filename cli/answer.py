@@ -39,7 +39,9 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Answer:
-    """One answer. Times in seconds since the request was sent; `first` is None until something came. Token counts are the server's."""
+    """One answer. `calls` are all that have begun. Times in seconds since the request was sent; `first` is None until something came. Token
+    counts are the server's.
+    """
 
     content: str = ""
     reasoning: str = ""
@@ -57,11 +59,18 @@ class Answer:
         """What the tokens after the first took; 0 where there were none, or the server counted none."""
         return self.total - self.first if self.first is not None and self.completion_tokens > 1 else 0.0
 
+    @property
+    def whole_calls(self) -> list[ToolCall]:
+        """The calls that can be made and told of: all or none. In an answer that ended for any other reason the last may be cut off or
+        broken, and a server refuses such a call in every request that tells of it.
+        """
+        return self.calls if self.finish_reason == "tool_calls" else []
+
     def to_message(self) -> dict[str, Any]:
         """As the next request tells it."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.calls:
-            message["tool_calls"] = [call.to_message() for call in self.calls]
+        if self.whole_calls:
+            message["tool_calls"] = [call.to_message() for call in self.whole_calls]
         return message
 
     def add_calls(self, deltas: list[dict[str, Any]]) -> None:

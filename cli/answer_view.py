@@ -54,6 +54,8 @@ def describe_end(answer: Answer) -> str:
         return "stopped"
     if answer.finish_reason == "length":
         return "cut off: the token limit or the model's context is reached"
+    if answer.calls and not answer.whole_calls:
+        return "the call is incomplete, and is not made"
     return ""
 
 
@@ -77,7 +79,7 @@ class PipeView:
         """See View."""
         if not self._last.endswith("\n"):
             self._out.write("\n")
-        for call in answer.calls:
+        for call in answer.whole_calls:
             self._out.write(json.dumps(call.to_message(), ensure_ascii=False) + "\n")
         self._out.flush()
         self._last = "\n"

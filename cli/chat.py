@@ -217,7 +217,7 @@ class Chat:
                 return False
             if answer.stopped and not self._source.interactive:
                 raise KeyboardInterrupt
-            if not answer.calls or answer.stopped or not self._make_calls(answer.calls):
+            if not answer.whole_calls or answer.stopped or not self._make_calls(answer.whole_calls):
                 return True
 
     def _receive(self) -> Answer | None:

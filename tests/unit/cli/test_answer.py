@@ -69,7 +69,7 @@ def test_a_call_reads_like_one(call, shown):
 def test_a_program_gets_the_content_alone_and_a_call_as_a_line_of_json():
     out, _ = show([chunk(reasoning="hm"), chunk(content="**a** \x1b[2J\n\nb")], terminal=False)
     assert out == "**a** \x1b[2J\n\nb\n"
-    out, _ = show([chunk(content="a\n"), chunk(tool_calls=[CALL])], terminal=False)
+    out, _ = show([chunk(content="a\n"), chunk(tool_calls=[CALL]), chunk("tool_calls")], terminal=False)
     assert out.startswith("a\n{")
     assert json.loads(out.splitlines()[1])["function"]["name"] == "weather"
 

@@ -196,6 +196,17 @@ def test_the_results_of_calls_are_asked_for_and_the_answer_goes_on():
     assert talk.api.bodies[1]["messages"][-2]["tool_calls"][0]["id"] == "call_1"
 
 
+@pytest.mark.parametrize("finish", ["length", "stop"])
+def test_a_call_that_is_cut_off_is_neither_made_nor_told_of(finish):
+    part = delta(tool_calls=[{"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"to'}}])
+    talk = Talk(streams([delta(content="Well. "), part, delta(finish), b"data: [DONE]\n\n"]), streams(text("Sunny.")))
+    out, err = talk.say("Rain?", "And now?")
+    assert out == "Well. \nSunny.\n"
+    assert "cut off" in err or "incomplete" in err
+    assert contents(talk.api.bodies[1]) == [("user", "Rain?"), ("assistant", "Well. "), ("user", "And now?")]
+    assert not any("tool_calls" in message for message in talk.api.bodies[1]["messages"])
+
+
 def test_stats_show_the_server_s_counts():
     talk = Talk(terminal=True)
     out, _ = talk.say("/stats", "a", "b", "/stats")
