@@ -193,7 +193,9 @@ async def test_arguments_for_the_operators_processors_travel_where_there_are_any
         assert json.loads(sampling.extra_args_json) == {"dry_base": 1.5, "breakers": ["a", "b"]}
 
 
-COMPACT = json.dumps(SCHEMA, separators=(",", ":"))
+OPEN = json.dumps(SCHEMA, separators=(",", ":"))
+# As vLLM's default backend has it: an object that lists properties has no others.
+COMPACT = OPEN[:-1] + ',"additionalProperties":false}'
 K = ConstraintKind
 CONSTRAINTS = [
     ({"response_format": {"type": "text"}}, None),
@@ -206,6 +208,14 @@ CONSTRAINTS = [
     (
         {"structured_outputs": {"json": json.dumps(SCHEMA, indent=3)}},
         Constraint(K.JSON_SCHEMA, (COMPACT,), param="structured_outputs.json"),
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": False}}},
+        Constraint(K.JSON_SCHEMA, (OPEN,), param="response_format.json_schema.schema"),
+    ),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": False}},
+        Constraint(K.JSON_SCHEMA, (OPEN,), param="structured_outputs.json"),
     ),
     ({"structured_outputs": {"json": True}}, Constraint(K.JSON_SCHEMA, ("true",), param="structured_outputs.json")),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 Schema = dict[str, Any] | bool
@@ -89,21 +90,52 @@ def _reference(reference: str, name: str) -> str:
     return f"#/$defs/{name}{reference[1:]}" if reference == "#" or reference.startswith("#/") else reference
 
 
+# Keywords whose schemas speak of the same object as what stands beside them: closed, each would refuse the properties of the others.
+_BESIDE = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "unevaluatedProperties"})
+
+
 def closed_objects(schema: Any) -> Any:
-    """Objects with listed properties closed, at any depth, where the schema does not say whether they are open: what xgrammar, vLLM's default,
-    makes of them. A model, small ones above all, goes on inventing properties of an open object until it runs out of tokens. What is within allOf stays open: each part of it would refuse the properties of the others."""
+    """Objects with listed properties closed, at any depth, where the schema does not say whether they are open.
+
+    That is what xgrammar, vLLM's default, makes of them: a model, a small one above all, goes on inventing properties of an open object
+    until it runs out of tokens. What is put together of several parts (allOf, or anyOf beside properties) stays open, definitions that it refers
+    to among them.
+    """
+    return _closed(schema, frozenset(_references(schema)))
+
+
+def _closed(schema: Any, shared: frozenset[str]) -> Any:
     if isinstance(schema, list):
-        return [closed_objects(item) for item in schema]
+        return [_closed(item, shared) for item in schema]
     if not isinstance(schema, dict):
         return schema
     closed = {}
     for name, value in schema.items():
-        if name in _DATA or name == "allOf":
+        if name in _DATA or (name in _BESIDE and _is_one_of_several(schema, name)):
             closed[name] = value
         elif name in _NAMED and isinstance(value, dict):
-            closed[name] = {key: closed_objects(child) for key, child in value.items()}
+            closed[name] = {key: child if f"#/{name}/{key}" in shared else _closed(child, shared) for key, child in value.items()}
         else:
-            closed[name] = closed_objects(value)
-    if "properties" in closed and not {"additionalProperties", "allOf", "$ref"} & closed.keys():
+            closed[name] = _closed(value, shared)
+    if "properties" in closed and not {"additionalProperties", "$ref", *_BESIDE} & closed.keys():
         closed["additionalProperties"] = False
     return closed
+
+
+def _is_one_of_several(schema: dict[str, Any], keyword: str) -> bool:
+    """Whether what a keyword says is a part of an object whose other parts stand elsewhere."""
+    parts = schema[keyword]
+    return "properties" in schema or "$ref" in schema or (keyword == "allOf" and isinstance(parts, list) and len(parts) > 1)
+
+
+def _references(schema: Any, *, within: bool = False) -> Iterator[str]:
+    """The references from within such parts."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _references(item, within=within)
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            if name == "$ref" and isinstance(value, str) and (within or "properties" in schema):
+                yield value
+            elif name not in _DATA:
+                yield from _references(value, within=within or (name in _BESIDE and _is_one_of_several(schema, name)))
