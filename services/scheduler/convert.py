@@ -32,6 +32,7 @@ _ROW_OUTCOMES = {
     worker_pb2.ROW_OUTCOME_DEAD_END: RowOutcome.DEAD_END,
     worker_pb2.ROW_OUTCOME_NON_FINITE: RowOutcome.NON_FINITE,
     worker_pb2.ROW_OUTCOME_NOT_RUN: RowOutcome.NOT_RUN,
+    worker_pb2.ROW_OUTCOME_REFUSED_ARGS: RowOutcome.REFUSED_ARGS,
 }
 _FINISH = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,

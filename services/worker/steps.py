@@ -145,7 +145,8 @@ def _result(batch: Batch, staged: StagedStep, executed: Executed) -> worker_pb2.
         elif row.index in executed.dead_ends:
             outcomes[row.index] = worker_pb2.ROW_OUTCOME_DEAD_END
         elif row.index in executed.failed:
-            outcomes[row.index] = worker_pb2.ROW_OUTCOME_FAILED
+            refused = row.slot.steering is not None and row.slot.steering.refuses_args
+            outcomes[row.index] = worker_pb2.ROW_OUTCOME_REFUSED_ARGS if refused else worker_pb2.ROW_OUTCOME_FAILED
         elif row.index in executed.tokens:
             counts[row.index] = 1
             if row.slot.constraint_complete and not row.slot.ended_by_token:

@@ -30,6 +30,7 @@ _ROWS = [
     worker_pb2.ROW_OUTCOME_NOT_RUN,
     worker_pb2.ROW_OUTCOME_DEAD_END,
     worker_pb2.ROW_OUTCOME_CONSTRAINT_COMPLETE,
+    worker_pb2.ROW_OUTCOME_REFUSED_ARGS,
 ]
 _REASONS = [CancelReason.CLIENT_DISCONNECTED, CancelReason.TIMEOUT, CancelReason.SLOW_READER, CancelReason.SIBLING_FAILED]
 

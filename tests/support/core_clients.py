@@ -27,6 +27,7 @@ _ROW_ERRORS = {
     worker_pb2.ROW_OUTCOME_FAILED: ErrorCode.STEP_FAILED,
     worker_pb2.ROW_OUTCOME_NON_FINITE: ErrorCode.NON_FINITE,
     worker_pb2.ROW_OUTCOME_DEAD_END: ErrorCode.DEAD_END,
+    worker_pb2.ROW_OUTCOME_REFUSED_ARGS: ErrorCode.INVALID_REQUEST,
 }
 
 

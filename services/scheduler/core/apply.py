@@ -5,7 +5,7 @@ A result is resolved through the stored plan of its batch number. Late, duplicat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from libs.blocks import BLOCK_SIZE
@@ -34,13 +34,19 @@ from services.scheduler.core.stopping import FinishReason
 _COMPUTED = (RowOutcome.OK, RowOutcome.CONSTRAINT_COMPLETE, RowOutcome.DEAD_END)
 # Tokens below which a step's memory is not the budget's fault.
 _LEAST_BUDGET = 64
-_ROW_ERRORS = {
+_ROW_ERRORS: Mapping[RowOutcome, tuple[ErrorCode, str, str | None]] = {
     RowOutcome.DEAD_END: (
         ErrorCode.DEAD_END,
         "no token is left to sample: constraint, allowed_token_ids or a logits processor exclude each one",
+        None,
     ),
-    RowOutcome.NON_FINITE: (ErrorCode.NON_FINITE, "the model's output was not finite"),
-    RowOutcome.FAILED: (ErrorCode.STEP_FAILED, "the worker failed on this request"),
+    RowOutcome.NON_FINITE: (ErrorCode.NON_FINITE, "the model's output was not finite", None),
+    RowOutcome.FAILED: (ErrorCode.STEP_FAILED, "the worker failed on this request", None),
+    RowOutcome.REFUSED_ARGS: (
+        ErrorCode.INVALID_REQUEST,
+        "vllm_xargs: one of this server's logits processors refuses them; its log says why",
+        "vllm_xargs",
+    ),
 }
 
 
@@ -193,8 +199,8 @@ def _apply_row(
 ) -> None:
     request = row.request
     if outcome is not RowOutcome.OK and outcome in _ROW_ERRORS:
-        code, message = _ROW_ERRORS[outcome]
-        state.finish(request, Ending(FinishReason.FAILED, error=TokenloomError(code, message)), now_ns, effects)
+        code, message, param = _ROW_ERRORS[outcome]
+        state.finish(request, Ending(FinishReason.FAILED, error=TokenloomError(code, message, param=param)), now_ns, effects)
     elif outcome is RowOutcome.NOT_RUN:
         if request.residency is row.residency:
             state.requeue(request, "not_run", now_ns)

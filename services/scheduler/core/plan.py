@@ -126,6 +126,7 @@ class RowOutcome(enum.Enum):
     NON_FINITE = "non_finite"
     NOT_RUN = "not_run"
     FAILED = "failed"
+    REFUSED_ARGS = "refused_args"
 
 
 @dataclass(frozen=True, slots=True)

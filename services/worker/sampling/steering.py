@@ -102,6 +102,11 @@ class Steering:
         if self.counts is not None:
             self.counts.add(token)
 
+    @property
+    def refuses_args(self) -> bool:
+        """Whether a processor began with a ValueError: the request's arguments are at fault, not the processor."""
+        return any(isinstance(item.process, ValueError) for item in self.custom)
+
 
 def steer(sampling: SamplingParams, prompt_ids: Ids, output_ids: Ids, custom: Sequence[CustomProcessor] = ()) -> Steering | None:
     """What a request with these parameters and ids asks of the processors; None: nothing. `custom`: the operator's, in their order."""

@@ -224,3 +224,23 @@ def test_a_worker_runs_them_names_them_and_answers_for_the_failed_row_alone(tiny
     assert np.frombuffer(first.token_ids, "<u4").tolist() == [50]
     second = steps.run(batch(row(0), number=2), 0).result
     assert np.frombuffer(second.token_ids, "<u4").tolist() == [50]
+
+
+def test_arguments_that_a_processor_refuses_with_a_value_error_are_the_clients_fault(tiny_llama_dir: Path):
+    engine = load_engine(tiny_llama_dir, logits_processors=[f"{__name__}:choosy"])
+    steps = Steps(engine, WorkerMetrics(), lambda _span: None)
+    asked = [replace(GREEDY, extra_args_json=b'{"choosy": %s}' % value) for value in (b"1", b"-1", b'"x"')]
+    opens = [opening(slot, [5, 6, 7], sampling=params) for slot, params in enumerate(asked)]
+    rows = [row(slot, 3, blocks=[slot]) for slot in range(3)]
+    outcomes = list(steps.run(batch(*rows, opens=opens), 0).result.row_outcomes)
+    assert outcomes == [worker_pb2.ROW_OUTCOME_OK, worker_pb2.ROW_OUTCOME_REFUSED_ARGS, worker_pb2.ROW_OUTCOME_FAILED]
+
+
+def choosy(vocab_size: int, device: torch.device) -> Any:
+    """A processor that takes numbers of at least 0, and breaks on what is no number."""
+
+    def join(params: SamplingParams, extra_args: dict[str, Any]) -> Any:
+        if "choosy" in extra_args and extra_args["choosy"] < 0:
+            raise ValueError("choosy must be at least 0")
+
+    return join
