@@ -314,12 +314,17 @@ def thinking_table() -> TextTable:
     return TextTable(FINGERPRINT, tokens, classes, TextRule.BYTE_LEVEL, verified=True)
 
 
-@pytest.mark.composes("structured output", "reasoning")
-@together
-async def test_a_constraint_begins_behind_the_reasoning_unless_the_prompt_has_closed_it(tmp_path_factory):
+def thinking_tokenizer() -> FakeTokenizer:
     tokenizer = FakeTokenizer()
     tokenizer.table = thinking_table()
     tokenizer.spell = lambda text: [THINK_END if part == "\0" else ord(part) for part in text.replace("</think>", "\0")]
+    return tokenizer
+
+
+@pytest.mark.composes("structured output", "reasoning")
+@together
+async def test_a_constraint_begins_behind_the_reasoning_unless_the_prompt_has_closed_it(tmp_path_factory):
+    tokenizer = thinking_tokenizer()
     scheduler = FakeScheduler()
     scheduler.model = facts(vocab_size=258)
     async with running_gateway(tmp_path_factory.mktemp("think"), scheduler, tokenizer, reasoning_parser="qwen3") as running:
@@ -361,6 +366,17 @@ async def test_text_is_reasoning_where_the_prompt_has_opened_it(tmp_path_factory
         ):
             message = (await running.chat(content, continue_final_message=continued)).json()["choices"][0]["message"]
             assert (message.get("reasoning_content"), message["content"]) == expected, content
+
+
+@together
+async def test_what_a_constraint_waits_for_is_reasoning_however_it_begins(tmp_path_factory):
+    """Else the gate and the reader would disagree: free text as content, and the constrained behind it."""
+    tokenizer = thinking_tokenizer()
+    scheduler = FakeScheduler(say("so</think>aaa"))
+    scheduler.model = facts(vocab_size=258)
+    async with running_gateway(tmp_path_factory.mktemp("gate"), scheduler, tokenizer, reasoning_parser="qwen3") as running:
+        message = (await running.chat("hi", guided_regex="a+")).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("so", "aaa")
 
 
 @pytest.mark.refuses("structured output", reason="where a reasoning parser's end is no token of the model")

@@ -34,8 +34,11 @@ def _writer(form: Form, mesh: Mesh) -> Writer:
     format_ = (shown.tools.format if shown.tools is not None else "") or tokens.tool_format
     new_id = new_mistral_call_id if format_ == "mistral" else new_call_id
 
+    # A constraint waits for the reasoning's end (terms.constraint_of): what comes before is reasoning, however it begins.
+    opened = thinking is Thinking.OPENED or form.wanted.constraint is not None
+
     def new_reader() -> MessageReader:
-        parser = new_parser(shown, tokens.tool_format, hidden, reasoning_opened=thinking is Thinking.OPENED)
+        parser = new_parser(shown, tokens.tool_format, hidden, reasoning_opened=opened)
         return MessageReader(parser, new_id, show_reasoning=shown.include_reasoning)
 
     return ChatWriter(form, new_reader, reasoning_format(shown.reasoning).end if shown.reasoning is not None else None)
