@@ -7,16 +7,17 @@ below, and lets go of the interpreter's lock.
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+from collections.abc import Collection
+from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from libs.constraints import Constraint, ConstraintKind
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.directory import ModelDirectory
 from services.worker.constraints.base import MatcherBroken, Words, refused
 from services.worker.constraints.ebnf import is_ebnf, read_ebnf
-from services.worker.constraints.expressions import MAX_SIZE, RuleSet, check, expanded, expanded_size, one_of
+from services.worker.constraints.expressions import MAX_SIZE, Expression, RuleSet, check, expanded, expanded_size, one_of
 from services.worker.constraints.lark import check_lark
 from services.worker.constraints.regexes import read_regex, read_search
 from services.worker.constraints.schemas import read_schema, with_patterns
@@ -85,12 +86,12 @@ class GuidanceBackend:
     def __init__(self, model: ModelDirectory) -> None:
         """Raises TokenloomError(UNSUPPORTED) when the model's tokenizer cannot be read.
 
-        The library reads tokenizer.json by itself: what a grammar forces has the tokenizer's own spelling, without a call into Python.
+        The library reads tokenizer.json by itself, without a call into Python.
         """
         if not model.eos_token_ids:
             raise TokenloomError(ErrorCode.UNSUPPORTED, "the model names no end of sequence, so that constrained outputs could not end")
         try:
-            self._tokenizer = LLTokenizer(str(model.tokenizer_file), eos_token=model.eos_token_ids[0])
+            self._tokenizer = _tokenizer_of(model)
             self.endings = tuple(model.eos_token_ids)
             self.vocab_size: int = self._tokenizer.vocab_size
         except Exception as error:  # the library has no class of its own for this
@@ -112,27 +113,65 @@ class GuidanceBackend:
         return GuidanceGrammar(pristine, _BYTES_PER_GRAMMAR + 20 * len(compiled))
 
 
+class _Texts:
+    """A tokenizer as the library takes it from Python: the bytes of each id, and which ids are no text."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: LLTokenizer, texts: Collection[int]) -> None:
+        """`texts`: ids that `tokenizer` counts as no text, and that are."""
+        self.eos_token_id = tokenizer.eos_token
+        ids = range(tokenizer.vocab_size)
+        self.special_token_ids = [token for token in ids if tokenizer.is_special_token(token) and token not in texts]
+        # The library spells an id that is not in the vocabulary by its number.
+        self.tokens = [b"" if (found := tokenizer.decode_bytes([token])) == b"<[%d]>" % token else found for token in ids]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The ids of a text. The library asks where it forces one spelling, which no grammar of ours lets it do."""
+        return self._tokenizer.tokenize_bytes(text)
+
+
+def _tokenizer_of(model: ModelDirectory) -> LLTokenizer:
+    """The model's vocabulary. An added token that tokenizer.json does not call special is text (`<tool_call>` in some models), and the
+    library, which goes by the look of it, is told so: else the model could not write the very token that it learned.
+    """
+    path, ending = model.tokenizer_file, model.eos_token_ids[0]
+    tokenizer = LLTokenizer(str(path), eos_token=ending)
+    added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens", ())
+    texts = {token["id"] for token in added if not token["special"] and token["id"] not in model.eos_token_ids}
+    texts = {token for token in texts if token < tokenizer.vocab_size and tokenizer.is_special_token(token)}
+    return LLTokenizer(TokenizerWrapper(_Texts(tokenizer, texts)), eos_token=ending) if texts else tokenizer
+
+
 # A fresh matcher takes some 10 KiB (measured over 200 schemas); the states of its lexer come with use, and grow with the grammar's text.
 _BYTES_PER_GRAMMAR = 64 * 1024
+# Where only one text may follow, the library would allow its one spelling by the tokenizer. That spelling has added tokens in it, which no
+# text matches: "<think>" could not be written. Last in the text, since a later directive wins over a client's own.
+_ANY_SPELLING = '%llguidance {"no_forcing": true}'
 
 
 def _grammar_text(constraint: Constraint) -> str:
+    return LLMatcher.grammar_from_lark(f"{_lark(constraint)}\n{_ANY_SPELLING}\n")
+
+
+def _lark(constraint: Constraint) -> str:
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            return _json(with_patterns(read_schema(constraint.text), _pattern), compact=constraint.compact)
+            return f"start: {_json(read_schema(constraint.text), constraint.compact)}"
         case ConstraintKind.JSON_OBJECT:
-            return _json({"type": "object"}, compact=constraint.compact)
+            return f"start: {_json({'type': 'object'}, constraint.compact)}"
         case ConstraintKind.REGEX:
             return _rules(read_regex(constraint.text))
         case ConstraintKind.CHOICE:
-            return LLMatcher.grammar_from_regex(regex_of(one_of(constraint.texts)))
+            return _lexeme(one_of(constraint.texts))
         case ConstraintKind.GRAMMAR if is_ebnf(constraint.text):
             return _rules(read_ebnf(constraint.text))
         case ConstraintKind.GRAMMAR:
             check_lark(constraint.text)
-            return LLMatcher.grammar_from_lark(constraint.text)
+            return constraint.text
         case ConstraintKind.STRUCTURAL_TAG:
-            return LLMatcher.grammar_from_lark(lark_of_tag(read_tag(constraint.text), lambda schema: _inline(schema, constraint.compact)))
+            return lark_of_tag(read_tag(constraint.text), lambda schema: _json(schema, constraint.compact))
 
 
 def _pattern(pattern: str) -> str:
@@ -144,18 +183,17 @@ def _rules(rules: RuleSet) -> str:
     """Rules without recursion are one lexeme, which is matched fastest; others are read character by character."""
     check(rules)
     size = expanded_size(rules)
-    if size is not None and size <= MAX_SIZE:
-        return LLMatcher.grammar_from_regex(regex_of(expanded(rules)))
-    return LLMatcher.grammar_from_lark(lark_of(rules))
+    return _lexeme(expanded(rules)) if size is not None and size <= MAX_SIZE else lark_of(rules)
 
 
-def _inline(schema: dict[str, Any], compact: bool) -> str:
-    """A schema within Lark, with the options that `_json` gives."""
-    return f"%json {json.dumps({**with_patterns(schema, _pattern), 'x-guidance': _options(compact)})}"
+def _lexeme(expression: Expression) -> str:
+    """`regex_of` spells whatever is no letter or digit by its number, so that no slash ends it early."""
+    return f"start: /{regex_of(expression)}/"
 
 
-def _options(compact: bool) -> dict[str, Any]:
-    return {
+def _json(schema: dict[str, Any], compact: bool) -> str:
+    """A schema within Lark. A schema may bring options of its own under `x-guidance`: the client's wishes, which ours replace."""
+    options = {
         "item_separator": ",",
         "key_separator": ":",
         "whitespace_flexible": not compact,
@@ -163,14 +201,7 @@ def _options(compact: bool) -> dict[str, Any]:
         "coerce_one_of": False,
         "lenient": False,
     }
-
-
-def _json(schema: dict[str, Any], *, compact: bool) -> str:
-    """All options are overrides: a schema may bring its own under `x-guidance`, which are the client's wishes, not the operator's."""
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema),
-        overrides=cast(Any, _options(compact)),
-    )
+    return f"%json {json.dumps({**with_patterns(schema, _pattern), 'x-guidance': options})}"
 
 
 def _first_line(message: str) -> str:
