@@ -64,7 +64,7 @@ class Answer:
         """The calls that can be made and told of: all or none. In an answer that ended for any other reason the last may be cut off or
         broken, and a server refuses such a call in every request that tells of it.
         """
-        return self.calls if self.finish_reason == "tool_calls" else []
+        return self.calls if self.finish_reason == "tool_calls" and not self.stopped else []
 
     def to_message(self) -> dict[str, Any]:
         """As the next request tells it."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
-import termios
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,18 +15,13 @@ from rich.text import Text
 
 from cli.answer import Answer, ToolCall, receive
 from cli.answer_view import describe_call, describe_end, harmless, view_for
-from cli.client import ApiClient, ApiError
-from cli.conversation import Conversation
-
-with contextlib.suppress(ImportError):
-    import readline  # noqa: F401 - its presence is what gives input() editing and history
+from cli.client import ApiClient, ApiError, WrongUsage
+from cli.conversation import Conversation, refuse_reserved
+from cli.json_text import decode
+from cli.source import QUOTES, Source
+from cli.streams import INTERRUPTED, forgive, leave_quietly
 
 ROUTE = "/v1/chat/completions"
-_PROMPT, _MORE = "> ", "… "
-# Exit code of what Ctrl-C ended, as shells have it.
-_INTERRUPTED = 130
-# Opens and closes a message of several lines.
-_QUOTES = '"""'
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +43,8 @@ class Leave(Exception):
 
 
 def main(options: ChatOptions) -> int:
-    """Talks until the input ends. 1 when it cannot begin; in a pipe, or with one message, also when an answer failed."""
+    """Talks until the input ends. 1 when it cannot begin, 2 for wrong usage; in a pipe, or with one message, 1 if an answer failed."""
+    forgive()
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         with ApiClient(options.url, options.api_key) as client:
@@ -58,82 +52,35 @@ def main(options: ChatOptions) -> int:
             chat = Chat(client, talk, console, errors, source=Source(console), markdown=not options.plain)
             return chat.once(options.message) if options.message else chat.run()
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
+    except BrokenPipeError:
+        return leave_quietly()
     except (ApiError, OSError) as error:
         errors.print(Text(f"tokenloom chat: {error}", style="red"), soft_wrap=True)
-        return 1
+        return 2 if isinstance(error, WrongUsage) else 1
 
 
 def _begin(client: ApiClient, options: ChatOptions) -> Conversation:
+    refuse_reserved(options.extra)
+    tools = _read_tools(options.tools) if options.tools is not None else []
     served = client.models()
     if not served:
         raise ApiError(f"{client.url} serves no model")
     if options.model and options.model not in served:
         raise ApiError(f"{client.url} serves no model {options.model}; it serves {', '.join(served)}")
-    talk = Conversation(options.model or served[0], options.system, dict(options.extra))
-    if options.tools is not None:
-        talk.tools = _read_tools(options.tools)
-    return talk
+    return Conversation(options.model or served[0], options.system, dict(options.extra), tools)
 
 
 def _read_tools(path: Path) -> list[dict[str, Any]]:
     try:
-        tools = json.loads(path.read_text(encoding="utf-8"))
+        tools = decode(path.read_bytes())
+    except OSError as error:
+        raise WrongUsage(f"--tools {path}: {error.strerror}") from None
     except ValueError as error:
-        raise ApiError(f"{path} holds no JSON: {error}") from None
+        raise WrongUsage(f"--tools {path} holds no JSON: {error}") from None
     if not isinstance(tools, list):
-        raise ApiError(f"{path} must hold a list, as `tools` of a request")
+        raise WrongUsage(f"--tools {path} must hold a list, as `tools` of a request")
     return tools
-
-
-class Source:
-    """Lines of the user: with editing and history where both ends are a terminal."""
-
-    def __init__(self, console: Console, stdin: TextIO | None = None) -> None:
-        self._console, self._in = console, stdin or sys.stdin
-        self.interactive = console.is_terminal and self._in.isatty()
-
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """While it holds, what is typed does not show: an echo, be it ^C, would move what is being drawn. It is read afterwards."""
-        if not self.interactive:
-            yield
-            return
-        before = termios.tcgetattr(self._in)
-        silent = [*before[:3], before[3] & ~(termios.ECHO | termios.ECHOCTL), *before[4:]]
-        termios.tcsetattr(self._in, termios.TCSADRAIN, silent)
-        try:
-            yield
-        finally:
-            termios.tcsetattr(self._in, termios.TCSADRAIN, before)
-
-    def line(self, prompt: str) -> str | None:
-        """The next line without its end; None at the end of the input. KeyboardInterrupt passes."""
-        if self.interactive:
-            try:
-                return input(prompt)
-            except EOFError:
-                self._console.print()
-                return None
-        read = self._in.readline()
-        return read.rstrip("\n") if read else None
-
-    def message(self) -> str | None:
-        """The next message: a line, lines that end in a backslash and the one after them, or all between two lines of three quotes."""
-        line = self.line(_PROMPT)
-        if line is None:
-            return None
-        if line.strip() == _QUOTES:
-            return "\n".join(iter(lambda: _until_quotes(self.line(_MORE)), None))
-        lines = []
-        while line is not None and line.endswith("\\"):
-            lines.append(line[:-1])
-            line = self.line(_MORE)
-        return "\n".join([*lines, *([line] if line is not None else [])])
-
-
-def _until_quotes(line: str | None) -> str | None:
-    return None if line is None or line.strip() == _QUOTES else line
 
 
 class Chat:
@@ -202,13 +149,25 @@ class Chat:
             return
         try:
             self.commands[found[0]][1](rest.strip())
+        except BrokenPipeError:
+            raise
         except (ApiError, OSError) as error:
             self._complain(str(error))
 
     def ask(self, message: str) -> bool:
         """Has a message answered, and the calls that the answer makes; whether it worked."""
-        self._talk.say(message)
-        return self._answer()
+        return self._take_turn({"role": "user", "content": message})
+
+    def _take_turn(self, message: dict[str, Any]) -> bool:
+        """A message and all answers to it. However it ends, the conversation is one that the next message can go on with."""
+        self._talk.begin(message)
+        try:
+            worked = self._answer()
+        except BaseException:
+            self._talk.settle()
+            raise
+        self._talk.settle() if worked else self._talk.withdraw()
+        return worked
 
     def _answer(self) -> bool:
         while True:
@@ -240,8 +199,13 @@ class Chat:
     def _make_calls(self, calls: Sequence[ToolCall]) -> bool:
         """Asks for the result of each call; whether all were given. In a pipe each is a line of the input."""
         for call in calls:
-            result = self._source.line(f"result of {harmless(describe_call(call))[:60]}: ")
+            try:
+                result = self._source.line(f"result of {harmless(describe_call(call))[:60]}: ")
+            except KeyboardInterrupt:
+                self._say("The call was not made; /retry asks again.")
+                raise
             if result is None:
+                self._say("The call got no result and was not made; /retry asks again.")
                 return False
             self._talk.result_of(call.id, result)
         return True
@@ -265,7 +229,7 @@ class Chat:
         for name, (text, _) in self.commands.items():
             arguments, _, words = text.rpartition("  ")
             table.add_row(Text(f"/{name} {arguments}".rstrip(), style="cyan"), Text(words))
-        table.add_row(Text(_QUOTES, style="cyan"), Text("begins and ends a message of several lines; a line that ends in \\ goes on"))
+        table.add_row(Text(QUOTES, style="cyan"), Text("begins and ends a message of several lines; a line that ends in \\ goes on"))
         table.add_row(Text("Ctrl-C", style="cyan"), Text("stops the answer; what has come stays in the conversation"))
         self._remarks.print(table)
 
@@ -274,9 +238,14 @@ class Chat:
         self._say("The conversation begins anew.")
 
     def _retry(self, _argument: str) -> None:
-        if not self._talk.unanswer():
+        before = list(self._talk.messages)
+        question = self._talk.take_back()
+        if question is None:
             raise ApiError("there is no message to answer again")
-        self._answer()
+        try:
+            self._take_turn(question)
+        finally:
+            self._talk.restore(before)
 
     def _system(self, argument: str) -> None:
         if argument:
@@ -296,7 +265,10 @@ class Chat:
             self._talk.sampling.pop("temperature", None)
         elif argument:
             try:
-                self._talk.sampling["temperature"] = float(argument)
+                temperature = float(argument)
+                if not math.isfinite(temperature) or temperature < 0:
+                    raise ValueError
+                self._talk.sampling["temperature"] = temperature
             except ValueError:
                 raise ApiError(f"{argument} is no temperature: a number from 0, or off for the model's own") from None
         self._say(f"Temperature: {self._talk.sampling.get('temperature', 'the model' + chr(39) + 's own')}")
@@ -304,14 +276,15 @@ class Chat:
     def _save(self, argument: str) -> None:
         if not argument:
             raise ApiError("/save needs the name of a file")
-        self._talk.save(Path(argument).expanduser())
+        self._talk.save(_path(argument))
         self._say(f"Saved {len(self._talk.messages)} messages to {argument}.")
 
     def _load(self, argument: str) -> None:
         if not argument:
             raise ApiError("/load needs the name of a file")
-        self._talk.load(Path(argument).expanduser())
-        self._say(f"Loaded {len(self._talk.messages)} messages from {argument}.")
+        self._talk.load(_path(argument))
+        waiting = "; /retry asks the last one of yours" if self._talk.unanswered else ""
+        self._say(f"Loaded {len(self._talk.messages)} messages from {argument}{waiting}.")
 
     def _stats(self, _argument: str) -> None:
         if not self._talk.answers:
@@ -332,6 +305,16 @@ class Chat:
 
     def _exit(self, _argument: str) -> None:
         raise Leave
+
+
+def _path(argument: str) -> Path:
+    """A file that a user names. Raises ApiError for what is no name."""
+    try:
+        path = Path(argument).expanduser()
+        path.exists()
+    except (RuntimeError, ValueError) as error:
+        raise ApiError(f"{argument!a} is no name of a file: {error}") from None
+    return path
 
 
 def _numbers(answers: Sequence[Answer]) -> Iterator[str]:

@@ -12,9 +12,12 @@ from typing import Any, Self
 
 import httpx
 
+from cli.json_text import encode
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 # Seconds. A stream says something every 15 s (--sse-keep-alive); a whole answer may take its time.
 _CONNECT, _READ_STREAM, _READ_WHOLE = 5.0, 300.0, 3600.0
+_JSON = {"content-type": "application/json"}
 
 
 @dataclass(slots=True)
@@ -28,12 +31,21 @@ class ApiError(Exception):
         return self.message
 
 
+class WrongUsage(ApiError):
+    """What the command line asks for cannot be: exit code 2, as for a wrong flag."""
+
+
 class ApiClient:
     """One server. Its methods raise ApiError. A context manager: leaving it closes the connections."""
 
     def __init__(self, url: str, api_key: str = "", transport: httpx.BaseTransport | None = None) -> None:
-        """`url` may end in /v1, as the base URL of OpenAI's clients does. Raises ApiError for what is no HTTP address."""
+        """`url` may end in /v1, as the base URL of OpenAI's clients does. Raises WrongUsage for what is no HTTP address or key."""
         self.url = url.rstrip("/").removesuffix("/v1")
+        if not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
+            raise WrongUsage(
+                "the key (--api-key or TOKENLOOM_API_KEY) holds what no HTTP header can carry: a letter beyond ASCII, a line break or "
+                "a space at its end"
+            )
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         try:
             parsed = httpx.URL(self.url)
@@ -45,7 +57,7 @@ class ApiClient:
                 base_url=self.url, headers=headers, timeout=timeout, trust_env=not _is_local(parsed.host), transport=transport
             )
         except (httpx.InvalidURL, ValueError) as error:
-            raise ApiError(f"{url} is no address of a server: {error}") from None
+            raise WrongUsage(f"{url} is no address of a server: {error}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -66,15 +78,18 @@ class ApiClient:
     def post(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """A whole answer."""
         with self._failures():
-            response = self._http.post(route, json=body)
+            response = self._http.post(route, content=_encoded(body), headers=_JSON)
             _refuse(response)
             answer: dict[str, Any] = response.json()
+            if not isinstance(answer, dict):
+                raise ApiError(f"{self.url} answers, but not as an OpenAI-compatible server does")
             return answer
 
     def stream(self, route: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The chunks of a streamed answer as they come. Closing the iterator ends the request at the server too."""
+        content = _encoded({**body, "stream": True})
         timeout = httpx.Timeout(_READ_STREAM, connect=_CONNECT)
-        with self._failures(), self._http.stream("POST", route, json={**body, "stream": True}, timeout=timeout) as response:
+        with self._failures(), self._http.stream("POST", route, content=content, headers=_JSON, timeout=timeout) as response:
             if response.status_code != 200:
                 response.read()
                 _refuse(response)
@@ -82,6 +97,8 @@ class ApiClient:
                 if data == b"[DONE]":
                     return
                 chunk: dict[str, Any] = json.loads(data)
+                if not isinstance(chunk, dict):
+                    raise ApiError(f"{self.url} answers, but not as an OpenAI-compatible server does")
                 if "error" in chunk:
                     raise _error_of(chunk["error"], prefix="the answer broke off: ")
                 yield chunk
@@ -97,8 +114,15 @@ class ApiClient:
             raise ApiError(f"the server at {self.url} says nothing; its /ready tells whether it can serve") from None
         except httpx.HTTPError as error:
             raise ApiError(f"the connection to {self.url} broke: {error}") from None
-        except json.JSONDecodeError:
+        except ValueError:  # of json, or of bytes that are no text
             raise ApiError(f"{self.url} answers with what is no JSON; is it an OpenAI-compatible server?") from None
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    try:
+        return encode(body)
+    except ValueError as error:
+        raise ApiError(f"the request cannot be sent: {error}") from None
 
 
 def _events(response: httpx.Response) -> Iterator[bytes]:

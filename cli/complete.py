@@ -13,14 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.answer_view import harmless
-from cli.client import ApiClient, ApiError
+from cli.client import ApiClient, ApiError, WrongUsage
+from cli.streams import INTERRUPTED, forgive, leave_quietly
 
 ROUTE = "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
 class CompleteOptions:
-    """What the command line says. `prompt` "-": all of stdin. `extra`: further parameters of the request.
+    """What the command line says. `prompt` "-": all of stdin. `extra`: further parameters of the request, which win over those here.
 
     `stream` None: where one text is all that is asked for.
     """
@@ -36,45 +37,50 @@ class CompleteOptions:
     as_json: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def streams(self) -> bool:
-        """Whether the text is shown as it comes."""
-        simple = self.n == 1 and self.logprobs is None and not self.as_json
-        return simple if self.stream is None else self.stream
-
-    def body(self, prompt: str) -> dict[str, Any]:
-        """The request."""
+    def request(self) -> tuple[dict[str, Any], bool]:
+        """The body, and whether it is to be streamed. Raises WrongUsage for what cannot be shown as it is asked for."""
+        if "prompt" in self.extra:
+            raise WrongUsage("the prompt is the argument of `tokenloom complete`, and no further parameter")
         optional = {"model": self.model or None, "logprobs": self.logprobs, "echo": self.echo or None, "n": self.n if self.n != 1 else None}
-        return {"prompt": prompt, **{name: value for name, value in optional.items() if value is not None}, **self.extra}
+        body = {"prompt": self.prompt, **{name: value for name, value in optional.items() if value is not None}, **self.extra}
+        lone = body.get("n") in (None, 1) and body.get("logprobs") is None
+        wanted = body.pop("stream", self.stream)
+        streamed = lone and not self.as_json and body.get("best_of") in (None, 1) if wanted is None else bool(wanted)
+        if streamed and not self.as_json and not lone:
+            raise WrongUsage("--stream shows one text as it comes; with --n or --logprobs it goes with --json only")
+        return body, streamed
 
 
 def main(options: CompleteOptions) -> int:
-    """Prints the completion. 1, and why on stderr, when there is none; 130 after Ctrl-C."""
+    """Prints the completion. 1, and why on stderr, when there is none; 2 for wrong usage; as shells have it after Ctrl-C and SIGPIPE."""
+    forgive()
     try:
-        if options.streams and not options.as_json and (options.n > 1 or options.logprobs is not None):
-            raise ApiError("--stream shows one text as it comes; with --n or --logprobs it goes with --json only")
-        prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
         with ApiClient(options.url, options.api_key) as client:
-            if options.streams:
-                _print_stream(client, options, prompt)
+            body, streamed = options.request()
+            if options.prompt == "-":
+                body["prompt"] = sys.stdin.read()
+            if streamed:
+                _print_stream(client, body, as_json=options.as_json)
             else:
-                _print_whole(client.post(ROUTE, options.body(prompt)), options)
+                _print_whole(client.post(ROUTE, body), as_json=options.as_json)
         sys.stdout.flush()
+    except BrokenPipeError:
+        return leave_quietly()
     except (ApiError, OSError) as error:
         with contextlib.suppress(OSError):
             print(f"tokenloom complete: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, WrongUsage) else 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return 0
 
 
-def _print_stream(client: ApiClient, options: CompleteOptions, prompt: str) -> None:
+def _print_stream(client: ApiClient, body: dict[str, Any], *, as_json: bool) -> None:
     last = "\n"
-    chunks = client.stream(ROUTE, options.body(prompt))
+    chunks = client.stream(ROUTE, body)
     with contextlib.closing(chunks):
         for chunk in chunks:
-            if options.as_json:
+            if as_json:
                 print(json.dumps(chunk, ensure_ascii=False), flush=True)
                 continue
             for choice in chunk.get("choices") or ():
@@ -82,15 +88,16 @@ def _print_stream(client: ApiClient, options: CompleteOptions, prompt: str) -> N
     _end_line(last)
 
 
-def _print_whole(answer: dict[str, Any], options: CompleteOptions) -> None:
-    if options.as_json:
+def _print_whole(answer: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(answer, ensure_ascii=False, indent=2))
         return
     console = Console(highlight=False)
+    several = len(answer["choices"]) > 1
     for choice in answer["choices"]:
-        if options.n > 1:
+        if several:
             console.print(Text(f"[{choice['index']}] {choice.get('finish_reason') or ''}", style="dim"))
-        _end_line(_write(choice["text"]) or "\n", listed=options.n > 1 or bool(choice.get("logprobs")))
+        _end_line(_write(choice["text"]) or "\n", listed=several or bool(choice.get("logprobs")))
         if choice.get("logprobs"):
             console.print(_table(choice["logprobs"]))
 

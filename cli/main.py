@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json
+import math
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from cli.json_text import decode
 
 # The one lazy registry of the command line: what is imported for which command.
 _MODULES = {
@@ -66,12 +68,23 @@ def config(context: typer.Context) -> None:
     raise typer.Exit(_module("config").main(context.args))
 
 
+def _finite(value: float | None) -> float | None:
+    """Range checks let NaN pass, and the lower ones infinity."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter("must be a finite number")
+    return value
+
+
 _Url = Annotated[str, typer.Option(envvar="TOKENLOOM_URL", help="Server to ask, with or without /v1.")]
 _Model = Annotated[str, typer.Option(help="Name of the model. Empty: the first one served.")]
 _ApiKey = Annotated[str, typer.Option(envvar="TOKENLOOM_API_KEY", help="Key of the server, if it wants one.")]
 _MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]
-_Temperature = Annotated[float | None, typer.Option(min=0.0, help="0: always the likeliest token. None: the model's own.")]
-_TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this much probability.")]
+_Temperature = Annotated[
+    float | None, typer.Option(min=0.0, callback=_finite, help="0: always the likeliest token. None: the model's own.")
+]
+_TopP = Annotated[
+    float | None, typer.Option(min=0.0, max=1.0, callback=_finite, help="Draw from the likeliest tokens of this much probability.")
+]
 _Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
 _Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
 _Extra = Annotated[
@@ -83,9 +96,9 @@ _Extra = Annotated[
 def _parameters(extra: str, **given: Any) -> dict[str, Any]:
     """The parameters of a request: those that were given, and those in the JSON of --extra."""
     try:
-        more = json.loads(extra or "{}")
+        more = decode(extra or "{}")
     except ValueError as error:
-        raise typer.BadParameter(f"no JSON: {error}", param_hint="--extra") from None
+        raise typer.BadParameter(f"no JSON of a request: {error}", param_hint="--extra") from None
     if not isinstance(more, dict):
         raise typer.BadParameter("must be a JSON object", param_hint="--extra")
     return {name: value for name, value in given.items() if value not in (None, [])} | more

@@ -11,10 +11,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cli import chat as chat_command
-from cli.chat import Chat, Source
+from cli.chat import Chat
 from cli.client import ApiClient
 from cli.conversation import Conversation
 from cli.main import app
+from cli.source import Source
 from tests.support.scripted_api import ScriptedApi, delta, event, refuses, streams, text
 
 CALL = delta(
@@ -146,8 +147,10 @@ def test_the_messages_of_a_request_can_be_loaded_too(tmp_path):
     file = tmp_path / "messages.json"
     file.write_text(json.dumps([{"role": "system", "content": "S"}, {"role": "user", "content": "a"}]))
     talk = Talk()
-    talk.say(f"/load {file}", "b")
-    assert contents(talk.api.bodies[0]) == [("system", "S"), ("user", "a"), ("user", "b")]
+    _, err = talk.say(f"/load {file}", "/retry", "b")
+    assert "/retry asks the last one of yours" in err
+    assert contents(talk.api.bodies[0]) == [("system", "S"), ("user", "a")]
+    assert contents(talk.api.bodies[1]) == [("system", "S"), ("user", "a"), ("assistant", "Hello"), ("user", "b")]
 
 
 @pytest.mark.parametrize("content", ["{", "3", '{"messages": 3}', '[{"x": 1}]'])
@@ -257,11 +260,11 @@ def test_one_message_on_the_command_line_has_one_answer(scripted, tmp_path):
     ("arguments", "code", "words"),
     [
         (["--model=big"], 1, "serves no model big; it serves tiny, other"),
-        (["--url=nowhere"], 1, "no address of a server"),
+        (["--url=nowhere"], 2, "no address of a server"),
         (["--extra={"], 2, "no JSON"),
         (["--extra=[]"], 2, "must be a JSON object"),
         (["--temperature=-1"], 2, "--temperature"),
-        (["--tools=/nowhere"], 1, "No such file"),
+        (["--tools=/nowhere"], 2, "No such file"),
     ],
 )
 def test_what_is_wrong_at_the_start_ends_it_with_a_sentence(scripted, arguments, code, words):
@@ -285,7 +288,7 @@ def test_a_file_of_tools_must_hold_a_list(scripted, tmp_path: Path, content):
     scripted(streams(text("x")))
     (tmp_path / "t.json").write_text(content)
     result = CliRunner().invoke(app, ["chat", "Hi", f"--tools={tmp_path / 't.json'}"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "t.json" in result.stderr
 
 

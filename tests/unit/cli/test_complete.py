@@ -85,7 +85,7 @@ def test_json_is_the_server_s_answer(run):
 @pytest.mark.parametrize("flags", [["--stream", "--n=2"], ["--stream", "--logprobs=1"]])
 def test_what_cannot_be_shown_as_it_comes_is_refused(run, flags):
     result, body = run(whole("x"), "x", *flags)
-    assert (result.exit_code, body) == (1, None)
+    assert (result.exit_code, body) == (2, None)
     assert "--stream shows one text" in result.stderr
 
 
