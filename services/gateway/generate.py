@@ -23,6 +23,7 @@ from libs.text.table import TextTable
 from services.gateway.admission import Lease
 from services.gateway.endings import error_of_cancel, error_of_ending
 from services.gateway.mesh import Mesh
+from services.gateway.parsers.planning import attribute
 from services.gateway.quota import Visit
 from services.gateway.record import RequestRecord, sampling_attributes
 from services.gateway.streamer import Change, Choice, count_tokens
@@ -312,7 +313,10 @@ class Generation:
         return None
 
     def _located(self, error: TokenloomError, index: int) -> TokenloomError:
-        """The scheduler knows tokens, not what the client called them: an error of size gets the name of what could be made smaller."""
+        """The scheduler knows tokens and constraints, not what the client called them: an error of size gets the name of what could be made
+        smaller, one of the tools' common schema that of the tool.
+        """
+        attribute(error)
         if error.param is None and error.code in (ErrorCode.CANNOT_FIT, ErrorCode.PROMPT_TOO_LONG):
             sampling = self._wanted.sampling
             prompt = self._wanted.prompts[index // self._wanted.generated]

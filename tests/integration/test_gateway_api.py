@@ -192,7 +192,7 @@ async def test_messages_are_flattened_for_the_template(gateway):
         {"role": "system", "content": "be brief"},
         {"role": "developer", "content": "one\ntwo"},
         {"role": "user", "content": "hi", "name": "ann"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "42", "tool_call_id": "c1"},
     ]
     assert chat.add_generation_prompt

@@ -30,8 +30,8 @@ _BACKEND_OPTIONS = frozenset({"no-fallback", _NO_SPACE})
 def constraint_of(request: GenerationRequest) -> Constraint | None:
     """The constraint that a body asks for, or None.
 
-    Raises TokenloomError: INVALID_CONSTRAINT for a text that can be none, INVALID_REQUEST for two that contradict each other, UNSUPPORTED
-    for options that are not served; each names the field.
+    Raises TokenloomError: INVALID_CONSTRAINT for a text that can be none or is too long, INVALID_REQUEST for two that contradict each
+    other, UNSUPPORTED for options that are not served; each names the field.
     """
     found = list(_all_of(request))
     if len(found) > 1:
@@ -39,17 +39,14 @@ def constraint_of(request: GenerationRequest) -> Constraint | None:
         raise invalid(f"{second} contradicts {first}: an output keeps to one constraint", second)
     if not found:
         return None
+    if size_of(found[0]) > MAX_CONSTRAINT_BYTES:
+        raise _too_big(found[0].param)
     return found[0]
 
 
-def size_of(constraint: Constraint | None) -> int:
-    """Bytes of its texts. Raises TokenloomError INVALID_CONSTRAINT where they are too many."""
-    if constraint is None:
-        return 0
-    size = sum(len(text.encode()) for text in constraint.texts)
-    if size > MAX_CONSTRAINT_BYTES:
-        raise _too_big(constraint.param)
-    return size
+def size_of(constraint: Constraint) -> int:
+    """Bytes of its texts."""
+    return sum(len(text.encode()) for text in constraint.texts)
 
 
 def backend_of(request: GenerationRequest) -> str | None:

@@ -18,6 +18,8 @@ from services.gateway.parsers.schemas import depth_of
 
 # Levels of arrays and objects in a body. More would take what reads and writes them, here and in the tokenizers, to the end of its stack.
 MAX_NESTING = 256
+# Arrays and objects in a body: counted by their brackets, which may stand in texts too. What reads a body makes an object of each.
+MAX_CONTAINERS = 1 << 18
 # At most so many unknown names, of so many characters, go into a log line: a client chooses them.
 _MAX_NAMES, _MAX_NAME, _MAX_SENTENCE = 20, 64, 256
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -92,6 +94,9 @@ def _warn_renamed(name: str) -> None:
 
 
 def _json_object(body: bytes | bytearray) -> dict[str, Any]:
+    containers = body.count(b"[") + body.count(b"{")
+    if containers > MAX_CONTAINERS:
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"The request body has {containers} brackets; at most {MAX_CONTAINERS} are taken")
     try:
         raw = msgspec.json.decode(body)
     except msgspec.ValidationError as error:
@@ -100,7 +105,7 @@ def _json_object(body: bytes | bytearray) -> dict[str, Any]:
         raise TokenloomError(ErrorCode.MALFORMED_JSON, f"The request body is not valid JSON: {error}") from None
     except RecursionError:
         raise _too_deep() from None
-    if body.count(b"[") + body.count(b"{") > MAX_NESTING and depth_of(raw, MAX_NESTING) > MAX_NESTING:
+    if containers > MAX_NESTING and depth_of(raw, MAX_NESTING) > MAX_NESTING:
         raise _too_deep()
     if not isinstance(raw, dict):
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"The request body must be a JSON object, not {_json_name(raw)}")

@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -36,6 +37,8 @@ _MAX_TRACESTATE = 512
 # Positions whose log-probabilities are written on the loop (7 us each with 5 alternatives, 25 with 20). Those of a whole response or of a
 # prompt may take a second, for which everybody's streams would stand still.
 _LISTED_ON_LOOP = 64
+# Bytes of a body that takes some milliseconds to read and check, whatever is in it.
+_READ_ON_LOOP = 64 * 1024
 
 # On a refusal: nothing of the request was begun here, and another gateway may well serve it. Envoy tries it there and takes the
 # header off (deploy/envoy/envoy.yaml); the same errors later on do not carry it, for then the request may be running.
@@ -43,6 +46,7 @@ NOT_BEGUN = (b"x-tokenloom-not-begun", b"1")
 _ANOTHER_MAY_SERVE = (ErrorCode.DRAINING, ErrorCode.SCHEDULER_UNAVAILABLE)
 
 _log = get_logger("gateway.api")
+ReadT = TypeVar("ReadT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,8 @@ class _Exchange:
         # The trace is about the server: a client's slow upload is not part of it.
         record.started_ns, record.started_mono = mesh.clock.unix_ns(), mesh.clock.monotonic_ns()
         mesh.refuse_when_draining()
-        wanted = record.wanted = self._api.read(body, mesh, record.request_id)
+        wanted = record.wanted = await read_body(body, lambda: self._api.read(body, mesh, record.request_id))
+        mesh.refuse_when_draining()  # it may have begun meanwhile
         generation = self._generation = Generation(mesh, wanted, record, self._visit)
         connection.watch(lambda: generation.interrupt(CancelReason.CANCEL_REASON_CLIENT_DISCONNECTED))
         await generation.prepare()
@@ -198,6 +203,11 @@ async def _written(changes: list[Change], write: Callable[[], bytes]) -> bytes:
     """What `write` makes of the changes: beside the loop, where they list many log-probabilities."""
     listed = sum(len(change.logprobs or ()) + len(change.prompt_logprobs or ()) for change in changes)
     return write() if listed <= _LISTED_ON_LOOP else await asyncio.to_thread(write)
+
+
+async def read_body(body: bytearray, read: Callable[[], ReadT]) -> ReadT:
+    """What `read` makes of a body: beside the loop, where it is long. It must only read and check."""
+    return read() if len(body) <= _READ_ON_LOOP else await asyncio.to_thread(read)
 
 
 def require_json(connection: Connection) -> None:

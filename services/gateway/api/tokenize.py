@@ -19,7 +19,7 @@ from libs.telemetry.logs import get_logger
 from libs.telemetry.tracing import log_ids
 from services.gateway.api.checks import UINT32, invalid
 from services.gateway.api.decode import decode_body
-from services.gateway.api.endpoint import new_record, require_json
+from services.gateway.api.endpoint import new_record, read_body, require_json
 from services.gateway.api.errors import error_body, error_headers
 from services.gateway.api.message_fields import chat_prompt
 from services.gateway.api.models import resolve_model
@@ -91,9 +91,7 @@ class TextApi:
 
 
 async def _tokenize(body: bytearray, mesh: Mesh, record: RequestRecord, timeout: float | None) -> TokenizeResponse:
-    request = decode_body(body, TokenizeRequest)
-    resolve_model(mesh.config, request.model)
-    encode = _encode_request(request, record.request_id, Policy.of(mesh.config))
+    request, encode = await read_body(body, lambda: _read_tokenize(body, mesh, record.request_id))
     record.parsed_ns = mesh.clock.unix_ns()
     trace = record.context.child(record.tokenize_span)
     try:
@@ -110,6 +108,12 @@ async def _tokenize(body: bytearray, mesh: Mesh, record: RequestRecord, timeout:
         tokens=ids,
         token_strs=list(encoded.tokens) if request.return_token_strs else None,
     )
+
+
+def _read_tokenize(body: bytearray, mesh: Mesh, label: str) -> tuple[TokenizeRequest, tokenizer_pb2.EncodeRequest]:
+    request = decode_body(body, TokenizeRequest)
+    resolve_model(mesh.config, request.model)
+    return request, _encode_request(request, label, Policy.of(mesh.config))
 
 
 def _encode_request(request: TokenizeRequest, label: str, policy: Policy) -> tokenizer_pb2.EncodeRequest:
@@ -136,15 +140,20 @@ def _encode_request(request: TokenizeRequest, label: str, policy: Policy) -> tok
     return encode
 
 
-async def _detokenize(body: bytearray, mesh: Mesh, record: RequestRecord, timeout: float | None) -> DetokenizeResponse:
+def _read_detokenize(body: bytearray, mesh: Mesh) -> bytes:
     request = decode_body(body, DetokenizeRequest)
     resolve_model(mesh.config, request.model)
     for index, token_id in enumerate(request.tokens):
         if token_id not in UINT32:
             raise invalid(f"tokens[{index}] must be a token id", f"tokens[{index}]")
+    return pack_ids(request.tokens)
+
+
+async def _detokenize(body: bytearray, mesh: Mesh, record: RequestRecord, timeout: float | None) -> DetokenizeResponse:
+    tokens = await read_body(body, lambda: _read_detokenize(body, mesh))
     record.parsed_ns = mesh.clock.unix_ns()
     try:
-        return DetokenizeResponse(await mesh.tokenizers.decode(pack_ids(request.tokens), timeout=timeout))
+        return DetokenizeResponse(await mesh.tokenizers.decode(tokens, timeout=timeout))
     except TokenloomError as error:
         if error.param == "prompt":  # the tokenizer knows ids, not what the API calls them
             error.param = "tokens"

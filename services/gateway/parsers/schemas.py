@@ -13,8 +13,11 @@ MAX_SCHEMA_DEPTH = 64
 _DATA = frozenset({"const", "enum", "default", "examples", "example"})
 # Keywords whose values are objects of schemas under names of the client's.
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+# Keywords whose values are lists of schemas.
+_LISTED = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
+_TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
 # Where a schema keeps its definitions, and what stands between its name and theirs.
-_DEFINITIONS = {"$defs": ".", "definitions": ":"}
+DEFINITION_MARKS = {"$defs": ".", "definitions": ":"}
 # They say where a schema is or what dialect it is in; below another schema they would move what its references refer to.
 _OF_DOCUMENTS = frozenset({"$id", "$schema", "id"})
 
@@ -39,10 +42,32 @@ def as_definitions(schema: dict[str, Any], name: str) -> dict[str, Any]:
     Its own definitions stand beside it, as `name.X` ($defs) and `name:X` (definitions): not every compiler looks into a definition for
     further ones. References into the schema (#, #/...) are made anew.
     """
-    inner = {key: schema[key] for key in _DEFINITIONS if isinstance(schema.get(key), dict)}
+    inner = {key: schema[key] for key in DEFINITION_MARKS if isinstance(schema.get(key), dict)}
     own = {key: value for key, value in schema.items() if key not in inner}
-    beside = {f"{name}{_DEFINITIONS[key]}{child}": _moved(value, name) for key, found in inner.items() for child, value in found.items()}
+    beside = {
+        f"{name}{DEFINITION_MARKS[key]}{child}": _moved(value, name) for key, found in inner.items() for child, value in found.items()
+    }
     return {name: _moved(own, name), **beside}
+
+
+def wrong_type(schema: Any, place: str = "") -> str:
+    """Where in a schema ("/properties/a") stands a type that JSON does not have, or what is no schema where one must be; "": nowhere."""
+    if not isinstance(schema, dict):
+        return "" if isinstance(schema, bool) else place
+    types = schema.get("type", [])
+    if not all(isinstance(kind, str) and kind in _TYPES for kind in (types if isinstance(types, list) else [types])):
+        return f"{place}/type"
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            inner = {f"{place}/{key}/{name}": child for name, child in value.items()}
+        elif key in _LISTED and isinstance(value, list):
+            inner = {f"{place}/{key}/{index}": child for index, child in enumerate(value)}
+        else:
+            inner = {f"{place}/{key}": value} if key == "items" and isinstance(value, dict) else {}
+        for at, child in inner.items():
+            if wrong := wrong_type(child, at):
+                return wrong
+    return ""
 
 
 def depth_of(value: Any, limit: int) -> int:
@@ -84,7 +109,7 @@ def _child_moved(key: str, child: Any, name: str) -> Any:
 
 def _reference(reference: str, name: str) -> str:
     """Where a reference of the schema leads now. Anchors and other documents' addresses stay."""
-    for key, mark in _DEFINITIONS.items():
+    for key, mark in DEFINITION_MARKS.items():
         if reference.startswith(f"#/{key}/"):
             return f"#/$defs/{name}{mark}{reference[len(key) + 3 :]}"
     return f"#/$defs/{name}{reference[1:]}" if reference == "#" or reference.startswith("#/") else reference
@@ -98,8 +123,8 @@ def closed_objects(schema: Any) -> Any:
     """Objects with listed properties closed, at any depth, where the schema does not say whether they are open.
 
     That is what xgrammar, vLLM's default, makes of them: a model, a small one above all, goes on inventing properties of an open object
-    until it runs out of tokens. What is put together of several parts (allOf, or anyOf beside properties) stays open, definitions that it refers
-    to among them.
+    until it runs out of tokens. What is put together of several parts (allOf, or anyOf beside properties) stays open, definitions that it
+    refers to among them.
     """
     return _closed(schema, frozenset(_references(schema)))
 

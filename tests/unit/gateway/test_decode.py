@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.errors import TokenloomError
-from services.gateway.api.decode import MAX_NESTING, decode_chat, decode_completion
+from libs.errors import ErrorCode, TokenloomError
+from services.gateway.api.decode import MAX_CONTAINERS, MAX_NESTING, decode_chat, decode_completion
+from services.gateway.api.endpoint import read_body
 from services.gateway.api.fields import NO_EFFECT, REFUSED
 from services.gateway.api.policy import Policy
 from services.gateway.api.requests import ChatRequest, CompletionRequest
@@ -146,3 +148,17 @@ def test_what_is_no_integer_is_none_with_a_point_either(written):
     with pytest.raises(TokenloomError) as caught:
         decode_completion(f'{{"prompt": "x", "max_tokens": {written}}}'.encode())
     assert caught.value.param == "max_tokens"
+
+
+def test_a_body_with_more_arrays_and_objects_than_are_taken_is_refused_before_they_are_made():
+    body = b'{"messages": [' + b"[]," * MAX_CONTAINERS + b"broken"
+    with pytest.raises(TokenloomError) as caught:
+        decode_chat(body)
+    assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, None)
+    assert str(MAX_CONTAINERS) in caught.value.message
+
+
+async def test_a_long_body_is_read_beside_the_loop_and_a_short_one_on_it():
+    here = threading.get_ident()
+    assert await read_body(bytearray(1000), threading.get_ident) == here
+    assert await read_body(bytearray(1_000_000), threading.get_ident) != here

@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 
 from libs.constraints import ConstraintKind
 from libs.errors import ErrorCode, TokenloomError
+from services.gateway.api.decode import decode_chat
+from services.gateway.api.policy import Policy
+from services.gateway.api.validate import want_chat
+from services.gateway.parsers import planning
 from services.gateway.parsers.factory import new_parser
-from services.gateway.parsers.planning import MAX_NAME, MAX_TOOLS, ToolPlan, plan_tools
+from services.gateway.parsers.planning import MAX_NAME, MAX_TOOLS, MAX_TOOLS_BYTES, ToolPlan, attribute, plan_tools
 from services.gateway.parsers.schemas import MAX_SCHEMA_DEPTH, arguments_schema, as_definitions
 from services.gateway.tools import FunctionDefinition, Tool, ToolChoiceParam
 from services.gateway.wanted import Shown, ToolUse
@@ -285,3 +289,71 @@ def test_arguments_of_a_schema_are_not_changed_in_place():
     arguments_schema(TREE, strict=True)
     plan_tools([tool("f", TREE, True)], "required")
     assert json.dumps(TREE) == before
+
+
+def big(count, size):
+    return [tool(f"f{index}", {"type": "object", "description": "x" * size}) for index in range(count)]
+
+
+@pytest.mark.parametrize("asked", ["auto", "none", "required"])
+def test_tools_are_bounded_in_what_the_client_sent_before_anything_walks_through_them(asked, monkeypatch):
+    monkeypatch.setattr(planning, "_check_parameters", None)
+    assert refusal(big(1, MAX_TOOLS_BYTES), asked) == "tools"
+    assert refusal(big(MAX_TOOLS + 1, 1), asked) == "tools"
+
+
+@pytest.mark.parametrize(("count", "size"), [(MAX_TOOLS, 100), (1, MAX_TOOLS_BYTES - 200)])
+def test_as_many_tools_as_are_allowed_are_served_whatever_is_made_of_them(count, size):
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": big(count, size), "tool_choice": "required"}
+    wanted = want_chat(decode_chat(msgspec.json.encode(body)), "m", "", Policy(max_sequences=1))
+    assert len(json.loads(wanted.constraint.text)["$defs"]) == count
+    assert wanted.constraint.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "place"),
+    [
+        ({"properties": {"a": {"type": "wat"}}}, "/properties/a/type is no type"),
+        ({"properties": {"a": {"items": {"anyOf": [{"type": ["string", "any"]}]}}}}, "/properties/a/items/anyOf/0/type is no type"),
+        ({"properties": {"a": 3}}, "/properties/a is no schema"),
+        ({"$defs": {"a": {"type": 3}}}, "/$defs/a/type is no type"),
+    ],
+)
+def test_of_several_schemas_the_wrong_one_is_named(parameters, place):
+    with pytest.raises(TokenloomError) as caught:
+        plan_tools([tool("f", CITY), tool("g", parameters), tool("h", TREE)], "required")
+    assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_CONSTRAINT, "tools[1].function.parameters")
+    assert place in caught.value.message
+    assert plan_tools([tool("g", parameters)], "auto").use is not None
+
+
+def test_types_are_looked_for_where_schemas_are():
+    parameters = {"properties": {"type": {"const": {"type": "wat"}}, "b": {"enum": [{"type": 1}]}, "c": True}, "required": ["type"]}
+    assert plan_tools([tool("f", parameters)], "required").constraint is not None
+
+
+@pytest.mark.parametrize(
+    ("said", "param", "told"),
+    [
+        ("#/$defs/tool3/properties/a is bad", "tools[3].function.parameters", "tools[3].function.parameters/properties/a is bad"),
+        ("x: #/$defs/tool12.Name", "tools[12].function.parameters", "x: tools[12].function.parameters/$defs/Name"),
+        ("x: #/$defs/tool1:Name/a", "tools[1].function.parameters", "x: tools[1].function.parameters/definitions/Name/a"),
+        ("too large", "tools", "too large"),
+        ("#/items/x", "tools", "#/items/x"),
+    ],
+)
+def test_what_the_compiler_says_of_the_common_schema_is_told_of_the_tool(said, param, told):
+    error = TokenloomError(ErrorCode.INVALID_CONSTRAINT, said, param="tools")
+    attribute(error)
+    assert (error.param, error.message, str(error)) == (param, told, told)
+
+
+def test_what_it_says_of_other_schemas_stays():
+    error = TokenloomError(ErrorCode.INVALID_CONSTRAINT, "#/$defs/tool3 is bad", param="response_format")
+    attribute(error)
+    assert (error.param, error.message) == ("response_format", "#/$defs/tool3 is bad")
+
+
+def test_definitions_have_the_index_of_their_tool_in_the_request():
+    plan = plan_tools([tool("f"), tool("g", CITY), tool("h", TREE)], allowed("required", "g", "h"))
+    assert set(schema_of(plan)["$defs"]) == {"tool1", "tool1.Name", "tool2", "tool2.Name"}
