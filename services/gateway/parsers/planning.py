@@ -128,10 +128,8 @@ def _check_parameters(parameters: Schema | None, param: str) -> None:
 def _check_types(tool: Tool, param: str) -> None:
     place = wrong_type(tool.function.parameters) if tool.function.parameters is not None else ""
     if place:
-        message = (
-            f"{param}{place[:MAX_NAME]} is no schema" if not place.endswith("/type") else f"{param}{place[:MAX_NAME]} is no type of JSON"
-        )
-        raise TokenloomError(ErrorCode.INVALID_CONSTRAINT, message, param=param)
+        problem = "is no type of JSON" if place.endswith("/type") else "is no schema"
+        raise TokenloomError(ErrorCode.INVALID_CONSTRAINT, f"{param}{place[:MAX_NAME]} {problem}", param=param)
 
 
 def _choose(tools: Sequence[Tool], choice: ToolChoiceParam | None) -> tuple[Literal["none", "auto", "required", "named"], Sequence[int]]:
