@@ -20,6 +20,9 @@ from services.gateway.parsers.schemas import depth_of
 MAX_NESTING = 256
 # Arrays and objects in a body: counted by their brackets, which may stand in texts too. What reads a body makes an object of each.
 MAX_CONTAINERS = 1 << 18
+# Bytes of the JSON of a field that is neither a prompt nor what belongs into one.
+MAX_FIELD_BYTES = 4 * 1024 * 1024
+_LONG_FIELDS = frozenset({"messages", "prompt", "tokens", "documents"})
 # At most so many unknown names, of so many characters, go into a log line: a client chooses them.
 _MAX_NAMES, _MAX_NAME, _MAX_SENTENCE = 20, 64, 256
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -97,6 +100,8 @@ def _json_object(body: bytes | bytearray) -> dict[str, Any]:
     containers = body.count(b"[") + body.count(b"{")
     if containers > MAX_CONTAINERS:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"The request body has {containers} brackets; at most {MAX_CONTAINERS} are taken")
+    if len(body) > MAX_FIELD_BYTES:
+        _check_sizes(body)
     try:
         raw = msgspec.json.decode(body)
     except msgspec.ValidationError as error:
@@ -110,6 +115,19 @@ def _json_object(body: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"The request body must be a JSON object, not {_json_name(raw)}")
     return raw
+
+
+def _check_sizes(body: bytes | bytearray) -> None:
+    """Raises TokenloomError INVALID_REQUEST for a field that is too long, before anything is made of it."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):  # reading it whole says what is wrong
+        return
+    for name, value in fields.items():
+        size = memoryview(value).nbytes
+        if size > MAX_FIELD_BYTES and name not in _LONG_FIELDS:
+            shown = name[:_MAX_NAME]
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{shown}: {size} bytes exceed the limit of {MAX_FIELD_BYTES}", param=shown)
 
 
 def _unacceptable(body: bytes | bytearray, problem: str) -> TokenloomError:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.errors import ErrorCode, TokenloomError
-from services.gateway.api.decode import MAX_CONTAINERS, MAX_NESTING, decode_chat, decode_completion
+from services.gateway.api.decode import MAX_CONTAINERS, MAX_FIELD_BYTES, MAX_NESTING, decode_chat, decode_completion
 from services.gateway.api.endpoint import read_body
 from services.gateway.api.fields import NO_EFFECT, REFUSED
 from services.gateway.api.policy import Policy
@@ -162,3 +162,13 @@ async def test_a_long_body_is_read_beside_the_loop_and_a_short_one_on_it():
     here = threading.get_ident()
     assert await read_body(bytearray(1000), threading.get_ident) == here
     assert await read_body(bytearray(1_000_000), threading.get_ident) != here
+
+
+def test_a_field_that_is_no_prompt_is_bounded_and_a_prompt_is_not():
+    long = "x" * MAX_FIELD_BYTES
+    for field in ("metadata", "tools", "guided_json", "anything"):
+        with pytest.raises(TokenloomError) as caught:
+            decode_chat(msgspec.json.encode({"messages": [{"role": "user", "content": "hi"}], field: {"a": long}}))
+        assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, field)
+    assert decode_chat(msgspec.json.encode({"messages": [{"role": "user", "content": long}]})).messages[0].content == long
+    assert decode_completion(msgspec.json.encode({"prompt": long})).prompt == long
