@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from libs.errors import TokenloomError
 from services.worker.constraints.base import refused
 from services.worker.constraints.expressions import RuleSet, check
+from services.worker.constraints.keywords import check_kept, without_noise
+from services.worker.constraints.numbers import check_bounds
 from services.worker.constraints.regexes import read_search
 
 MAX_DEPTH = 64
@@ -23,7 +26,7 @@ MAX_BOUND = 65_536
 # A schema as JSON has it: an object, or true or false.
 Schema = dict[str, Any] | bool
 
-BOUNDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+BOUNDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains", "maxContains")
 # Keywords by what they hold.
 _ONE_SCHEMA = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else", "propertyNames")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -33,7 +36,9 @@ _MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "depende
 def read_schema(text: str) -> dict[str, Any]:
     """The schema of a text, checked. Raises TokenloomError(INVALID_CONSTRAINT)."""
     try:
-        schema = json.loads(text)
+        schema = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except TokenloomError:
+        raise
     except ValueError as error:
         raise refused(f"the schema is no JSON: {error}") from error
     except RecursionError as error:
@@ -41,43 +46,67 @@ def read_schema(text: str) -> dict[str, Any]:
     return check_schema(schema)
 
 
+def _no_number(name: str) -> Any:
+    raise refused(f"the schema is no JSON: {name} is no number")
+
+
+def _finite(digits: str) -> float:
+    if float(digits) in (float("inf"), float("-inf")):
+        raise refused(f"the schema holds {digits[:40]}, which is beyond every 64-bit float")
+    return float(digits)
+
+
 def check_schema(schema: Any) -> dict[str, Any]:
-    """A schema that may be compiled: `true` becomes {}. Raises TokenloomError(INVALID_CONSTRAINT)."""
+    """A schema that may be compiled, without keywords that say nothing: `true` becomes {}. Raises TokenloomError(INVALID_CONSTRAINT)."""
     if schema is True:
         return {}
     if schema is False:
         raise refused("the schema is false: nothing satisfies it")
     if not isinstance(schema, dict):
         raise refused(f"a schema is an object, not {_kind(schema)}")
-    nodes = dict(_walk(schema))
-    for place, node in nodes.items():
+    for place, node in _walk(schema):
         if isinstance(node, dict):
             _check_node(schema, place, node)
-    _check_ends(schema, nodes)
-    return schema
+    kept = rewritten(schema, lambda _, node: without_noise(node))
+    nodes = dict(_walk(kept))
+    for place, node in nodes.items():
+        if isinstance(node, dict):
+            check_kept(place, node)
+            if "$ref" in node:
+                target(kept, place, node["$ref"])
+    _check_ends(kept, nodes)
+    return kept
 
 
-def with_patterns(schema: dict[str, Any], spell: Callable[[str], str]) -> dict[str, Any]:
-    """The same schema with other patterns, those of keys (`patternProperties`) too."""
+def rewritten(
+    schema: dict[str, Any], change: Callable[[str, dict[str, Any]], dict[str, Any]], keys: Callable[[str], str] = str
+) -> dict[str, Any]:
+    """A checked schema with what `change` makes of each object of a schema in it, the innermost first; it is told the place.
 
-    def change(node: Any) -> Any:
+    `keys` spells the patterns of `patternProperties` anew.
+    """
+
+    def visit(place: str, node: Any) -> Any:
         if not isinstance(node, dict):
             return node
-        changed = {**node, **({"pattern": spell(node["pattern"])} if "pattern" in node else {})}
+        changed = dict(node)
         for keyword in _ONE_SCHEMA:
             if keyword in node:
                 value = node[keyword]
-                changed[keyword] = list(map(change, value)) if isinstance(value, list) else change(value)
+                changed[keyword] = items(f"{place}/{keyword}", value) if isinstance(value, list) else visit(f"{place}/{keyword}", value)
         for keyword in _LISTS:
             if keyword in node:
-                changed[keyword] = list(map(change, node[keyword]))
+                changed[keyword] = items(f"{place}/{keyword}", node[keyword])
         for keyword in _MAPPINGS:
             if keyword in node:
-                keys = spell if keyword == "patternProperties" else str
-                changed[keyword] = {keys(name): change(item) for name, item in node[keyword].items()}
-        return changed
+                spell = keys if keyword == "patternProperties" else str
+                changed[keyword] = {spell(name): visit(f"{place}/{keyword}/{_escaped(name)}", item) for name, item in node[keyword].items()}
+        return change(place, changed)
 
-    result: dict[str, Any] = change(schema)
+    def items(place: str, nodes: list[Any]) -> list[Any]:
+        return [visit(f"{place}/{index}", node) for index, node in enumerate(nodes)]
+
+    result: dict[str, Any] = visit("#", schema)
     return result
 
 
@@ -125,6 +154,7 @@ def _check_node(root: dict[str, Any], place: str, node: dict[str, Any]) -> None:
             raise refused(f"{place}/{keyword} is a number from 0 on, not {json.dumps(value)[:40]}")
         if value > MAX_BOUND:
             raise refused(f"{place}/{keyword} asks for {value}; at most {MAX_BOUND} are taken")
+    check_bounds(place, node)
     required = node.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise refused(f"{place}/required is a list of names")

@@ -6,7 +6,6 @@ one and spells the other, so that its outputs are instances of the client's sche
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,8 @@ from services.worker.constraints.schemas import read_schema
 from services.worker.constraints.spelling import ebnf_of
 from services.worker.constraints.tags import read_tag, with_leaves
 from services.worker.constraints.vocabulary import Vocabulary, read_vocabulary
+from services.worker.constraints.xgrammar_json import json_grammar
 from services.worker.constraints.xgrammar_schemas import for_xgrammar
-
-# White space between JSON tokens: at most so many characters, as with the other backend.
-WHITE_SPACE = 8
 
 
 class XgrammarMatcher:
@@ -108,19 +105,15 @@ class XgrammarBackend:
                 check_lark(constraint.text)
                 return self._compiler.compile_lark(constraint.text)
             case ConstraintKind.STRUCTURAL_TAG:
-                if constraint.compact:
-                    raise refused("xgrammar cannot keep white space out of a structural tag's JSON; the backend llguidance can")
-                node = with_leaves(read_tag(constraint.text), _leaf)
+                node = with_leaves(read_tag(constraint.text), lambda leaf: _leaf(leaf, compact=constraint.compact))
                 return self._compiler.compile_structural_tag({"type": "structural_tag", "format": node})
 
     def _rules(self, rules: RuleSet) -> xgrammar.CompiledGrammar:
         check(rules)
         return self._compiler.compile_grammar(ebnf_of(rules))
 
-    def _json(self, schema: object, *, compact: bool) -> xgrammar.CompiledGrammar:
-        """`strict_mode` would forbid properties that a schema does not mention, against what JSON Schema says."""
-        spaces = {"any_whitespace": False, "separators": (",", ":")} if compact else {"max_whitespace_cnt": WHITE_SPACE}
-        return self._compiler.compile_json_schema(json.dumps(schema), strict_mode=False, **spaces)
+    def _json(self, schema: dict[str, Any], *, compact: bool) -> xgrammar.CompiledGrammar:
+        return self._compiler.compile_grammar(json_grammar(schema, compact=compact))
 
 
 def _tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
@@ -129,11 +122,11 @@ def _tokenizer_info(vocabulary: Vocabulary) -> xgrammar.TokenizerInfo:
     return xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.endings))
 
 
-def _leaf(node: dict[str, Any]) -> dict[str, Any]:
+def _leaf(node: dict[str, Any], *, compact: bool) -> dict[str, Any]:
     """A format of a structural tag that holds a schema, a pattern or a grammar, as the library is to read it."""
     match node["type"]:
         case "json_schema":
-            return {**node, "json_schema": for_xgrammar(node["json_schema"]), "max_whitespace_cnt": WHITE_SPACE}
+            return {"type": "grammar", "grammar": json_grammar(for_xgrammar(node["json_schema"]), compact=compact)}
         case "regex":
             return {"type": "grammar", "grammar": ebnf_of(read_regex(node["pattern"]))}
         case _:
@@ -150,4 +143,6 @@ def _bits_from(size: int) -> Words:
 def _reason(error: Exception) -> str:
     """The library's sentence, without the place in its sources."""
     text = str(error).strip().partition("\n")[0]
+    if "bad_alloc" in text:
+        return "compiling the constraint took too much memory"
     return text.rpartition(".cc:")[2].partition(": ")[2] or text

@@ -24,6 +24,7 @@ from services.worker.constraints.expressions import (
     minus,
     normal,
 )
+from services.worker.constraints.numbers import is_bounded, span_of
 from services.worker.constraints.regexes import read_search
 from services.worker.constraints.spelling import xgrammar_regex_of
 
@@ -36,14 +37,8 @@ _OF_TYPE: dict[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-_REFUSED = frozenset(
-    (
-        *("not", "if", "then", "else", "oneOf", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired"),
-        *("dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "additionalItems", "$dynamicRef", "$anchor"),
-    )
-)
+_REFUSED = frozenset(("oneOf", "additionalItems", "$anchor"))
 _ASSERTIONS = frozenset(("$ref", "anyOf", "allOf", "enum", "const", "type")).union(*_OF_TYPE.values())
-_FORMATS = frozenset(("date", "time", "date-time", "duration", "email", "uuid", "uri", "hostname", "ipv6"))
 _IPV4 = r"^((25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])$"
 # What stands in a JSON string only escaped.
 _ESCAPED: Ranges = normal([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)])
@@ -52,6 +47,8 @@ _SHORT = {0x08: "\\b", 0x09: "\\t", 0x0A: "\\n", 0x0C: "\\f", 0x0D: "\\r", 0x22:
 
 def for_xgrammar(schema: dict[str, Any]) -> dict[str, Any]:
     """A checked schema that the library keeps to, which allows nothing that the client's does not.
+
+    Where numbers have bounds stands a `const` of a Span.
 
     Raises TokenloomError(INVALID_CONSTRAINT) that names what the library cannot do and where it stands.
     """
@@ -167,6 +164,8 @@ def _of_type(place: str, name: str, node: dict[str, Any]) -> dict[str, Any]:
             factor = node.get("multipleOf", 1)
             if "multipleOf" in node and (name == "number" or not isinstance(factor, int) or len(node) > 1):
                 raise refused(f"{place}/multipleOf: xgrammar keeps to it only for integers without bounds; the backend llguidance does")
+            if is_bounded(node):
+                return {"const": span_of(place, node, integers=name == "integer")}
     return {"type": name, **node}
 
 
@@ -176,8 +175,6 @@ def _string(place: str, node: dict[str, Any]) -> dict[str, Any]:
     if len(given) + bounded > 1:
         raise refused(f"{place}: xgrammar keeps to one of pattern, format and a length, not to several; the backend llguidance does")
     if "format" in node and node["format"] != "ipv4":
-        if node["format"] not in _FORMATS:
-            raise refused(f"{place}/format: {node['format'][:40]} is not known to xgrammar")
         return {"type": "string", "format": node["format"]}
     if not given and not bounded:
         return {"type": "string"}
@@ -214,8 +211,6 @@ def in_json_string(expression: Expression) -> Expression:
 
 
 def _array(place: str, node: dict[str, Any]) -> dict[str, Any]:
-    if node.get("uniqueItems"):
-        raise refused(f"{place}/uniqueItems: xgrammar does not keep to it")
     if isinstance(node.get("items"), list):
         raise refused(f"{place}/items: a list of schemas is written prefixItems")
     spelled: dict[str, Any] = {"type": "array", **{name: node[name] for name in ("minItems", "maxItems") if name in node}}

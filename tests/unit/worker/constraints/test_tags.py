@@ -96,10 +96,6 @@ def test_white_space_in_a_tags_json_is_bounded_too(backend: Backend):
     assert not matches(backend, constraint_of(triggered()), f'<f=a>{{{" " * 12}"city":"Rome"}}</f>')
 
 
-def test_without_white_space_a_tag_is_one_backends_alone(backend: Backend):
-    if backend.name == "llguidance":
-        assert not matches(backend, constraint_of(triggered(), compact=True), CALL)
-        assert matches(backend, constraint_of(triggered(), compact=True), CALL.replace(" ", ""))
-    else:
-        with pytest.raises(TokenloomError, match="xgrammar cannot keep white space out"):
-            compile_one(backend, constraint_of(triggered(), compact=True).to_proto().SerializeToString())
+def test_a_tags_json_may_be_without_white_space(backend: Backend):
+    assert not matches(backend, constraint_of(triggered(), compact=True), CALL)
+    assert matches(backend, constraint_of(triggered(), compact=True), CALL.replace(" ", ""))

@@ -1,0 +1,82 @@
+"""Keywords of JSON Schema one by one: what says nothing is taken out, and what no backend keeps to is refused with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from services.worker.constraints.base import refused
+
+FORMATS = frozenset(("date", "time", "date-time", "duration", "email", "uuid", "uri", "hostname", "ipv4", "ipv6"))
+_NO_BACKEND = (
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "dependentRequired"),
+    *("dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
+)
+_ALWAYS: tuple[Any, ...] = (True, {})
+
+
+def without_noise(node: dict[str, Any]) -> dict[str, Any]:
+    """One schema without the keywords that every value satisfies anyway."""
+    return {keyword: value for keyword, value in node.items() if keyword not in _NOISE or not _NOISE[keyword](node)}
+
+
+def check_kept(place: str, node: dict[str, Any]) -> None:
+    """Refuses what neither backend keeps to. Raises TokenloomError(INVALID_CONSTRAINT)."""
+    beyond = next((keyword for keyword in _NO_BACKEND if keyword in node), None)
+    if beyond is not None:
+        raise refused(f"{place}/{beyond}: no backend keeps to {beyond}")
+    if "format" in node and _may_be(node, "string") and node["format"] not in FORMATS:
+        raise refused(f"{place}/format: {node['format'][:40]!r} is not known; {', '.join(sorted(FORMATS))} are")
+    if int(node.get("minProperties", 0)) > 1 and _may_be(node, "object"):
+        raise refused(
+            f"{place}/minProperties: more than 1 is kept to only where so many properties are required by name, "
+            "since the same one could be written twice"
+        )
+
+
+def _may_be(node: dict[str, Any], name: str) -> bool:
+    return name in (node["type"] if isinstance(node.get("type"), list) else [node.get("type", name)])
+
+
+def _holds_no_rest(node: dict[str, Any]) -> bool:
+    """Whether `additionalItems` is about nothing: it follows a list of schemas."""
+    return not isinstance(node.get("items"), list) or node["additionalItems"] in _ALWAYS
+
+
+def _is_satisfied(node: dict[str, Any], keyword: str) -> bool:
+    """Whether what is to be there beside a property is there anyway."""
+    always = set(node.get("required", ()))
+    asked = node[keyword]
+    return isinstance(asked, dict) and all(
+        others in _ALWAYS if isinstance(others, dict | bool) else isinstance(others, list) and {str(name) for name in others} <= always
+        for others in asked.values()
+    )
+
+
+def _asks_for_nothing(node: dict[str, Any]) -> bool:
+    """Whether `contains` is satisfied by no items."""
+    return "contains" not in node or (node.get("minContains") == 0 and "maxContains" not in node)
+
+
+# Keywords by whether they say nothing in a schema that has them.
+_NOISE: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "uniqueItems": lambda node: node["uniqueItems"] is False or int(node.get("maxItems", 2)) <= 1,
+    "contains": _asks_for_nothing,
+    "minContains": _asks_for_nothing,
+    "maxContains": lambda node: "contains" not in node,
+    "if": lambda node: all(node.get(keyword, True) in _ALWAYS for keyword in ("then", "else")),
+    "then": lambda node: "if" not in node or node["then"] in _ALWAYS,
+    "else": lambda node: "if" not in node or node["else"] in _ALWAYS,
+    "not": lambda node: node["not"] is False,
+    "propertyNames": lambda node: node["propertyNames"] in _ALWAYS,
+    "unevaluatedItems": lambda node: node["unevaluatedItems"] in _ALWAYS,
+    "unevaluatedProperties": lambda node: node["unevaluatedProperties"] in _ALWAYS,
+    "additionalItems": _holds_no_rest,
+    "dependentRequired": lambda node: _is_satisfied(node, "dependentRequired"),
+    "dependentSchemas": lambda node: _is_satisfied(node, "dependentSchemas"),
+    "dependencies": lambda node: _is_satisfied(node, "dependencies"),
+    "minItems": lambda node: node["minItems"] == 0,
+    "minLength": lambda node: node["minLength"] == 0,
+    "minProperties": lambda node: node["minProperties"] <= len(set(node.get("required", ()))),
+    "multipleOf": lambda node: node["multipleOf"] == 1 and node.get("type") == "integer",
+}
