@@ -10,11 +10,11 @@ from typing import IO
 from rich.console import Console, Group, RenderableType
 from rich.constrain import Constrain
 from rich.live import Live
-from rich.markdown import Markdown
 from rich.segment import Segment, SegmentLines
 from rich.text import Text
 
 from cli.answer import Answer, ToolCall, View
+from cli.markdown import ShownMarkdown
 
 # What a terminal would obey: all control characters but line break and tab. A model's text must not move the cursor.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
@@ -193,7 +193,7 @@ class MarkdownView:
 
 
 def _markdown(text: str) -> RenderableType:
-    return Constrain(Markdown(text), _MAX_WIDTH)
+    return Constrain(ShownMarkdown(text), _MAX_WIDTH)
 
 
 def _is_blank(line: list[Segment]) -> bool:
