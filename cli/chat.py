@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -311,9 +312,11 @@ def _path(argument: str) -> Path:
     """A file that a user names. Raises ApiError for what is no name."""
     try:
         path = Path(argument).expanduser()
-        path.exists()
+        os.fsencode(path)
     except (RuntimeError, ValueError) as error:
         raise ApiError(f"{argument!a} is no name of a file: {error}") from None
+    if "\0" in argument:
+        raise ApiError(f"{argument!a} is no name of a file")
     return path
 
 

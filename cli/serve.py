@@ -156,6 +156,7 @@ def banner(mesh: Mesh, seconds: float) -> str:
     rows = [
         ("URL", f"{url}/v1"),
         ("try it", f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"),
+        ("the API", f"{url}/docs"),
         ("a trace", f"{command} trace REQUEST_ID{port_flag}    (the `id` of a response, or its x-request-id header)"),
         ("metrics", f"{url}/metrics"),
         *(("", f"{metrics}  ({service})") for service, metrics in mesh.metrics_urls.items()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -28,6 +29,8 @@ BROKEN = [delta(content="so far"), event({"error": {"message": "no worker left",
 class Talk:
     """A chat over a script: `say` feeds lines and returns what stdout and stderr got of them; the exit code is in `code`."""
 
+    typed = False
+
     def __init__(self, *scripts, terminal: bool = False, **settings) -> None:
         self.api = ScriptedApi(*(scripts or (streams(text("Hel", "lo")),)))
         self.terminal, self.settings, self.code = terminal, settings, -1
@@ -39,6 +42,7 @@ class Talk:
         errors = Console(file=err, width=80, highlight=False)
         with ApiClient("http://h", "", self.api) as client:
             source = Source(console, io.StringIO("".join(f"{line}\n" for line in lines)))
+            source.interactive = self.typed
             self.code = Chat(client, self.conversation, console, errors, source=source, markdown=True).run()
         return out.getvalue(), err.getvalue()
 
@@ -170,6 +174,120 @@ def test_an_error_leaves_the_message_for_another_try():
     assert talk.code == 1
 
 
+def broken_off():
+    yield delta(content="so far")
+    raise KeyboardInterrupt
+
+
+def stopped_before_anything():
+    yield delta(role="assistant", content="")
+    raise KeyboardInterrupt
+
+
+FAILED = [streams(BROKEN), refuses(400, "too_long", "Too long"), streams(CALLS[:1] + BROKEN[1:])]
+
+
+@pytest.mark.parametrize("failed", FAILED)
+def test_a_message_that_failed_is_no_part_of_the_conversation_but_of_retry(failed):
+    talk = Talk(streams(text("One.")), failed, streams(text("Two.")), failed, streams(text("Three.")))
+    talk.say("a", "b", "c", "d", "/retry")
+    assert contents(talk.api.bodies[2]) == [("user", "a"), ("assistant", "One."), ("user", "c")]
+    assert contents(talk.api.bodies[4]) == [*contents(talk.api.bodies[2]), ("assistant", "Two."), ("user", "d")]
+    assert [message["role"] for message in talk.conversation.messages] == ["user", "assistant"] * 3
+
+
+def test_a_turn_that_fails_after_a_call_is_taken_back_whole():
+    talk = Talk(streams(CALLS), refuses(503, "no_worker", "Nobody"), streams(text("It rains.")))
+    talk.say("Rain?", "heavy", "/retry")
+    assert contents(talk.api.bodies[2]) == [("user", "Rain?")]
+    assert talk.code == 1
+
+
+def test_a_retry_that_fails_leaves_the_answer_that_there_was():
+    talk = Talk(streams(text("One.")), refuses(503, "no_worker", "Nobody"), streams(text("Two.")))
+    talk.say("a", "/retry", "b")
+    assert contents(talk.api.bodies[1]) == [("user", "a")]
+    assert contents(talk.api.bodies[2]) == [("user", "a"), ("assistant", "One."), ("user", "b")]
+
+
+@pytest.mark.parametrize(("said", "kept"), [("", []), ("Let me see. ", [("user", "Rain?"), ("assistant", "Let me see. ")])])
+def test_a_call_without_a_result_is_not_told_of(said, kept):
+    two = delta(tool_calls=[{"index": 1, "id": "call_2", "type": "function", "function": {"name": "weather", "arguments": "{}"}}])
+    talk = Talk(streams([delta(content=said), CALL, two, *CALLS[1:]]), tools=[{"type": "function", "function": {"name": "weather"}}])
+    _, err = talk.say("Rain?", "the first one's result")
+    assert "was not made; /retry asks again" in err
+    assert contents({"messages": talk.conversation.messages}) == kept
+    assert "tool_calls" not in str(talk.conversation.messages)
+    assert (talk.conversation.unanswered is None) is bool(kept)
+
+
+def test_ctrl_c_at_a_tool_result_drops_the_call_and_the_chat_goes_on(monkeypatch):
+    talk = Talk(streams(CALLS), streams(text("Fine.")), terminal=True)
+    typed = iter(["Rain?", KeyboardInterrupt(), "How are you?"])
+
+    def type_in(_source: Source, _prompt: str) -> str | None:
+        line = next(typed, None)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr(Source, "line", type_in)
+    monkeypatch.setattr(Source, "quiet", lambda _source: contextlib.nullcontext())
+    monkeypatch.setattr(Talk, "typed", True)
+    out, _ = talk.say()
+    assert "The call was not made" in out
+    assert contents(talk.api.bodies[1]) == [("user", "How are you?")]
+
+
+def test_an_answer_stopped_before_anything_came_leaves_its_message_to_retry():
+    talk = Talk(streams(stopped_before_anything()))
+    with pytest.raises(KeyboardInterrupt):
+        talk.say("a")
+    assert talk.conversation.messages == []
+    assert talk.conversation.unanswered == {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-1", "-inf"])
+def test_a_temperature_is_a_finite_number_from_0(number):
+    talk = Talk()
+    _, err = talk.say(f"/temperature {number}", "hi")
+    assert "is no temperature" in err
+    assert "temperature" not in talk.api.bodies[0]
+
+
+@pytest.mark.parametrize("setting", [{"sampling": {"temperature": float("nan")}}, {"system": "\udcff"}])
+def test_what_cannot_be_sent_or_saved_is_said_and_the_chat_goes_on(setting, tmp_path):
+    talk = Talk(**setting)
+    _, err = talk.say("hi", f"/save {tmp_path / 'c.json'}", "/temperature 1", "/system S", "hi")
+    assert "the request cannot be sent: it holds" in err
+    assert "cannot be saved" in err
+    assert contents(talk.api.bodies[0]) == [("system", "S"), ("user", "hi")]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('[{"role": "wizard", "content": "x"}]', "the role of message 0 is none of"),
+        ('[{"role": ["user"], "content": "x"}]', "the role of message 0 is none of"),
+        ('{"messages": [], "sampling": [1]}', "`sampling` must be an object"),
+        ('{"messages": [], "sampling": {"n": 2}}', "n must be 1"),
+        ('{"messages": [], "sampling": {"top_p": NaN}}', "NaN"),
+    ],
+)
+def test_a_conversation_that_no_server_would_take_is_not_loaded(content, words, tmp_path):
+    file = tmp_path / "c.json"
+    file.write_text(content)
+    talk = Talk()
+    _, err = talk.say("a", f"/load {file}", "b")
+    assert words in " ".join(err.split())
+    assert contents(talk.api.bodies[1]) == [("user", "a"), ("assistant", "Hello"), ("user", "b")]
+
+
+@pytest.mark.parametrize("command", ["/save ~nobody-of-this-name/x", "/load a\0b"])
+def test_what_is_no_name_of_a_file_is_said(command):
+    assert "is no name of a file" in Talk().say(command)[1]
+
+
 def test_a_refused_message_is_an_error_and_the_next_one_is_asked():
     talk = Talk(refuses(429, "over_window", "Too much", **{"retry-after": "2"}), streams(text("fine")))
     out, err = talk.say("a", "b")
@@ -178,11 +296,7 @@ def test_a_refused_message_is_an_error_and_the_next_one_is_asked():
 
 
 def test_ctrl_c_keeps_the_part_that_came_and_ends_a_script():
-    def broken():
-        yield delta(content="so far")
-        raise KeyboardInterrupt
-
-    talk = Talk(streams(broken()))
+    talk = Talk(streams(broken_off()))
     with pytest.raises(KeyboardInterrupt):
         talk.say("a")
     assert talk.conversation.messages[-1] == {"role": "assistant", "content": "so far"}
@@ -263,6 +377,11 @@ def test_one_message_on_the_command_line_has_one_answer(scripted, tmp_path):
         (["--url=nowhere"], 2, "no address of a server"),
         (["--extra={"], 2, "no JSON"),
         (["--extra=[]"], 2, "must be a JSON object"),
+        (['--extra={"top_p": NaN}'], 2, "NaN or infinity"),
+        (['--extra={"n": 2}'], 2, "n must be 1"),
+        (['--extra={"stream": false}'], 2, "stream must be true"),
+        (['--extra={"messages": []}'], 2, "the messages of a chat are its own"),
+        (["--temperature=inf"], 2, "finite"),
         (["--temperature=-1"], 2, "--temperature"),
         (["--tools=/nowhere"], 2, "No such file"),
     ],
@@ -294,10 +413,6 @@ def test_a_file_of_tools_must_hold_a_list(scripted, tmp_path: Path, content):
 
 @pytest.mark.parametrize("arguments", [["chat", "Hi"], ["chat"]])
 def test_ctrl_c_in_a_script_is_exit_code_130_after_what_had_come(scripted, arguments):
-    def interrupted():
-        yield delta(content="so far")
-        raise KeyboardInterrupt
-
-    scripted(streams(interrupted()))
+    scripted(streams(broken_off()))
     result = CliRunner().invoke(app, arguments, input="Hi\nagain\n")
     assert (result.exit_code, result.stdout) == (130, "so far\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from cli.client import ApiClient, ApiError
+from cli.client import ApiClient, ApiError, WrongUsage
 from tests.support.scripted_api import ScriptedApi, delta, event, refuses, streams, text
 
 ROUTE = "/v1/chat/completions"
@@ -26,6 +26,19 @@ def test_an_address_may_end_in_v1(url):
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(ApiError, match="is no address of a server"):
         ApiClient(url)
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "k\n", "k\x00", " secret"])
+def test_a_key_that_no_header_can_carry_is_refused_without_being_told(key):
+    with pytest.raises(WrongUsage, match="the key") as caught:
+        ApiClient("http://h", key)
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"data: 3\n\n", b'data: "\xff"\n\n'])
+def test_a_stream_of_something_else_is_told(data):
+    with ApiClient("http://h", "", ScriptedApi(streams([data]))) as client, pytest.raises(ApiError, match="OpenAI-compatible"):
+        contents(client)
 
 
 def test_the_key_is_sent_with_every_request():

@@ -34,7 +34,7 @@ def whole(*texts: str, **fields):
 def run(monkeypatch):
     """Runs the command against one script; returns its result and the request's body."""
 
-    def with_script(script, *arguments: str, stdin: str | None = None):
+    def with_script(script, *arguments: str, stdin: str | bytes | None = None):
         api = ScriptedApi(script)
         monkeypatch.setattr(complete_command, "ApiClient", lambda url, key: ApiClient(url, key, api))
         result = CliRunner().invoke(app, ["complete", *arguments], input=stdin)
@@ -82,11 +82,34 @@ def test_json_is_the_server_s_answer(run):
     assert [json.loads(line)["choices"][0]["text"] for line in result.stdout.splitlines()] == ["a", "b"]
 
 
-@pytest.mark.parametrize("flags", [["--stream", "--n=2"], ["--stream", "--logprobs=1"]])
+@pytest.mark.parametrize("flags", [["--stream", "--n=2"], ["--stream", "--logprobs=1"], ['--extra={"stream": true, "n": 2}']])
 def test_what_cannot_be_shown_as_it_comes_is_refused(run, flags):
     result, body = run(whole("x"), "x", *flags)
     assert (result.exit_code, body) == (2, None)
     assert "--stream shows one text" in result.stderr
+
+
+@pytest.mark.parametrize("extra", [{"n": 2}, {"best_of": 2}, {"stream": False}, {"logprobs": 1}])
+def test_what_the_further_parameters_ask_for_decides_how_it_is_shown(run, extra):
+    result, body = run(whole("one", "two"), "x", f"--extra={json.dumps(extra)}")
+    assert "stream" not in body
+    assert [line.strip() for line in result.stdout.splitlines()] == ["[0] stop", "one", "[1] stop", "two"]
+
+
+def test_a_prompt_comes_one_way_only(run):
+    result, body = run(whole("x"), "x", '--extra={"prompt": ["a", "b"]}')
+    assert (result.exit_code, body) == (2, None)
+
+
+def test_what_no_request_can_hold_is_an_error_in_a_sentence(run):
+    result, body = run(whole("x"), "a\udcff")
+    assert (result.exit_code, body) == (1, None)
+    assert "cannot be sent: it holds half a character" in result.stderr
+
+
+def test_what_is_no_text_in_a_pipe_is_replaced(run):
+    _, body = run(streams(chunks("x")), "-", stdin=b"a\xff")
+    assert body["prompt"] == "a\ufffd"
 
 
 def test_further_parameters_go_along(run):

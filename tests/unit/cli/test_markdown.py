@@ -12,22 +12,8 @@ from rich.console import Console
 from cli.markdown import ShownMarkdown
 
 # Of each pair none begins or makes markup, alone or beside another.
-WORDS = [
-    "a",
-    "word",
-    "<b>",
-    "</b>",
-    "<div>",
-    "<br/>",
-    "<!--c-->",
-    "List<String>",
-    "vector<std::string>",
-    "x<y",
-    "https://x.y/?q=1",
-    "(c)",
-    "#1",
-    "[1]:",
-]
+HTML = ("<b>", "</b>", "<div>", "<br/>", "<!--c-->", "List<String>", "vector<std::string>", "x<y")
+WORDS = ("a", "word", "https://x.y/?q=1", "(c)", "#1", "[1]:", *HTML)
 
 
 def drawn(text: str, width: int = 80) -> str:

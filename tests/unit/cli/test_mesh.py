@@ -174,6 +174,7 @@ def test_the_banner_has_a_curl_line_for_the_model_and_the_port(mesh_of):
     assert "http://127.0.0.1:8123/v1/chat/completions" in curl
     assert "'\"'\"'" in curl  # the quote in the name, for the shell
     assert "Bearer $API_KEY" in curl
+    assert "http://127.0.0.1:8123/docs" in text
     assert "trace REQUEST_ID --port 8123" in text
 
 
