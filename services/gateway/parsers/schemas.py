@@ -15,6 +15,7 @@ _DATA = frozenset({"const", "enum", "default", "examples", "example"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 # Keywords whose values are lists of schemas.
 _LISTED = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
+_SHOWN = 32
 _TYPES = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
 # Where a schema keeps its definitions, and what stands between its name and theirs.
 DEFINITION_MARKS = {"$defs": ".", "definitions": ":"}
@@ -59,7 +60,8 @@ def wrong_type(schema: Any, place: str = "") -> str:
         return f"{place}/type"
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
-            inner = {f"{place}/{key}/{name}": child for name, child in value.items()}
+            # A name of any length would be copied with everything below it.
+            inner = {f"{place}/{key}/{name[:_SHOWN]}": child for name, child in value.items()}
         elif key in _LISTED and isinstance(value, list):
             inner = {f"{place}/{key}/{index}": child for index, child in enumerate(value)}
         else:
