@@ -162,3 +162,39 @@ async def test_ctrl_c_stops_the_answer_at_the_server_too_and_the_chat_goes_on(tm
         await gateway.until_idle()
     sent = [call.chat.messages_json for call in gateway.tokenizer.calls]
     assert b"so far" not in sent[1], "what is asked again is the question"
+
+
+async def test_what_a_pipe_brings_that_is_no_text_is_no_traceback(gateway):
+    chat, complete, refused = await asyncio.gather(
+        run(gateway, "chat", "--plain", stdin=b"a\xff\n", PYTHONIOENCODING="ascii"),
+        run(gateway, "complete", "-", stdin=b"a\xff"),
+        run(gateway, "complete", "a", "--model=\udcff"),
+    )
+    assert chat == (0, "Hello **you**\n", "")
+    assert complete == (0, "Hello **you**", "")
+    assert refused[:2] == (1, "")
+    assert refused[2].startswith("tokenloom complete: the request cannot be sent")
+
+
+async def test_ctrl_c_at_a_result_of_a_tool_drops_the_call_and_what_follows_is_a_whole_conversation(tmp_path):
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]')
+    scheduler = FakeScheduler(say('<tool_call>{"name": "weather", "arguments": {}}</tool_call>'))
+    async with (
+        running_gateway(tmp_path, scheduler, enable_auto_tool_choice=True, tool_call_parser="hermes") as gateway,
+        terminal(gateway, "chat", f"--tools={tools}") as chat,
+    ):
+        await chat.until("> ")
+        chat.type("Rain?\n")
+        await chat.until("result of weather(): ")
+        chat.type("\x03")
+        dropped = await chat.until("The call was not made")
+        await chat.until("> ", after=dropped)
+        scheduler.behaviour = say("Fine.")
+        chat.type("How are you?\n")
+        await chat.until("Fine.", after=dropped)
+        await gateway.until_idle()
+    sent = gateway.tokenizer.calls[-1].chat.messages_json
+    assert b"How are you?" in sent
+    assert b"Rain?" not in sent
+    assert b"weather" not in sent
