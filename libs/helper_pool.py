@@ -1,8 +1,11 @@
-"""A fixed number of helper processes behind one bounded queue.
+"""A fixed number of helper processes behind one bounded queue of two lanes.
 
-    ask() -> [ waiting, at most `max_waiting` ] -> slot 1: process   one slot = one task that owns one process,
-                                                -> slot 2: process   replaces it when it hangs or dies, and is never
-                                                -> ...               stopped by a question
+    ask() -> [ short | long, at most `max_waiting` ] -> slot 1: process   one slot = one task that owns one process,
+                                                     -> slot 2: process   replaces it when it hangs or dies, and is never
+                                                     -> ...               stopped by a question
+
+Of several processes one is never given a question of the long lane; a question that turns out to be long leaves it, once, for who waits.
+Where both lanes wait, every few short questions a long one has its turn.
 
 Processes rather than threads: what works on a client's text may hang or grow, and only a process can be killed (PROTOCOL.md rule 31).
 """
@@ -25,6 +28,8 @@ from libs.telemetry.logs import get_logger
 
 # Seconds that work goes on for after its caller left: most ends sooner, and a new process costs half a second of a core.
 ABANDON_GRACE = 0.25
+# Short questions that are taken in a row while long ones wait.
+SHORT_TURNS = 4
 # Seconds before the first, second, ... restart in a row of a process that does not start.
 BACK_OFF = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 # Bytes of questions that may wait, beside their number.
@@ -46,7 +51,7 @@ class PoolObserver(Protocol):
         """A question leaves the queue for a process."""
 
     def replaced(self, reason: str) -> None:
-        """A process is replaced: it `died`, hung (`timeout`) or worked for nobody (`abandoned`)."""
+        """A process is replaced: it `died`, hung (`timeout`), worked for nobody (`abandoned`), or others waited for it (`yielded`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One question in the queue or in a process. `result` is cancelled when its caller leaves.
+    """One question in the queue or in a process. `result` is cancelled when its caller leaves. `long`: its lane.
 
     `log` is what the caller's log lines say of the request: a process that its question broke is logged under them too.
     """
@@ -83,6 +88,7 @@ class _Job:
     refusals: Refusals
     queued_ns: int
     result: asyncio.Future[Answer]
+    long: bool = False
     log: Mapping[str, Any] = field(default_factory=structlog.contextvars.get_contextvars)
     retried: bool = False
 
@@ -105,12 +111,19 @@ class HelperPool:
         refusals: Refusals,
         clock: Clock,
         observer: PoolObserver,
+        long_after: float | None = None,
     ) -> None:
-        """`command` starts one process; `time_limit` is in seconds per question."""
+        """`command` starts one process; `time_limit` is in seconds per question, `long_after` those after which one that was taken for
+        short counts as long (None: none does).
+        """
+        self._long_after = long_after
         self._command, self._size, self._max_waiting, self._time_limit = command, size, max_waiting, time_limit
         self._refusals, self._clock, self._observer = refusals, clock, observer
-        self._waiting: deque[_Job] = deque()
+        self._short: deque[_Job] = deque()
+        self._long: deque[_Job] = deque()
         self._waiting_bytes = 0
+        # Long questions in processes, and short ones taken since the last long one.
+        self._long_running = self._turns = 0
         self._arrival = asyncio.Event()
         self._slots: list[asyncio.Task[None]] = []
         self._processes: set[HelperProcess] = set()
@@ -138,7 +151,7 @@ class HelperPool:
         await asyncio.gather(*(process.kill() for process in self._owned))
         self._owned.clear()
         self._processes.clear()
-        for job in self._waiting:
+        for job in (*self._short, *self._long):
             job.refuse(ErrorCode.DRAINING, "the process is shutting down")
 
     @property
@@ -149,42 +162,57 @@ class HelperPool:
     @property
     def waiting(self) -> int:
         """Questions in the queue."""
-        return len(self._waiting)
+        return len(self._short) + len(self._long)
 
-    async def ask(self, payload: bytes, refusals: Refusals | None = None) -> Answer:
+    async def ask(self, payload: bytes, refusals: Refusals | None = None, *, long: bool = False) -> Answer:
         """Asks, or raises the TokenloomError that refuses it: the process's own, or NoAnswer (Refusals.busy when the queue is full).
-        `refusals`: other ones than the pool's.
+        `refusals`: other ones than the pool's; `long`: it is likely to take long, and lets shorter ones pass.
 
         Cancelling the call takes the question out of the queue or, within ABANDON_GRACE, out of its process.
         """
-        if len(self._waiting) >= self._max_waiting or self._waiting_bytes + len(payload) > MAX_WAITING_BYTES:
-            message = f"too busy: {len(self._waiting)} wait for {self._size} processes for {self._refusals.what}"
+        if self.waiting >= self._max_waiting or self._waiting_bytes + len(payload) > MAX_WAITING_BYTES:
+            message = f"too busy: {self.waiting} wait for {self._size} processes for {self._refusals.what}"
             raise NoAnswer((refusals or self._refusals).busy, message, retry_after_ms=1000)
         result: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        job = _Job(payload, refusals or self._refusals, self._clock.monotonic_ns(), result)
+        job = _Job(payload, refusals or self._refusals, self._clock.monotonic_ns(), result, long)
         self._enqueue(job)
         try:
             return await result
         finally:
-            if job in self._waiting:
-                self._waiting.remove(job)
+            if job in (lane := self._lane(job)):
+                lane.remove(job)
                 self._waiting_bytes -= len(payload)
+
+    def _lane(self, job: _Job) -> deque[_Job]:
+        return self._long if job.long else self._short
 
     def _enqueue(self, job: _Job, *, first: bool = False) -> None:
         if first:
-            self._waiting.appendleft(job)
+            self._lane(job).appendleft(job)
         else:
-            self._waiting.append(job)
+            self._lane(job).append(job)
         self._waiting_bytes += len(job.payload)
         self._arrival.set()
 
+    @property
+    def _long_places(self) -> int:
+        """Processes that may work on long questions at once."""
+        return max(1, self._size - 1)
+
     async def _next_job(self) -> _Job:
-        while not self._waiting:
+        while (job := self._take()) is None:
             self._arrival.clear()
             await self._arrival.wait()
-        job = self._waiting.popleft()
         self._waiting_bytes -= len(job.payload)
         return job
+
+    def _take(self) -> _Job | None:
+        """None: nothing waits that may run now."""
+        if self._long and self._long_running < self._long_places and (not self._short or self._turns >= SHORT_TURNS):
+            self._turns = 0
+            return self._long.popleft()
+        self._turns = self._turns + 1 if self._long else 0
+        return self._short.popleft() if self._short else None
 
     async def _run_slot(self, process: HelperProcess) -> None:
         """Owns one process at a time, until cancelled."""
@@ -223,6 +251,7 @@ class HelperPool:
                 self._enqueue(job, first=True)
                 return
             self._observer.busy(1)
+            self._long_running += job.long
             try:
                 usable = await self._serve_one(process, job)
             except asyncio.CancelledError:
@@ -230,6 +259,9 @@ class HelperPool:
                 raise
             finally:
                 self._observer.busy(-1)
+                if job.long:
+                    self._long_running -= 1
+                    self._arrival.set()
 
     async def _serve_one(self, process: HelperProcess, job: _Job) -> bool:
         """Brings one question to its result; False: the process must be replaced."""
@@ -237,8 +269,8 @@ class HelperPool:
         self._observer.taken((taken_ns - job.queued_ns) / 1e9)
         asking = asyncio.create_task(process.ask(job.payload))
         try:
-            either: set[asyncio.Future[Any]] = {asking, job.result}
-            await asyncio.wait(either, timeout=self._time_limit, return_when=asyncio.FIRST_COMPLETED)
+            if not await self._in_time(asking, job):
+                return self._yields(process, job)
             if job.result.done() and not asking.done():
                 await asyncio.wait({asking}, timeout=ABANDON_GRACE)
             if not asking.done():
@@ -256,6 +288,29 @@ class HelperPool:
             worked_us = (self._clock.monotonic_ns() - taken_ns) // 1000
             job.result.set_result(Answer(asking.result(), (taken_ns - job.queued_ns) // 1000, worked_us))
         return True
+
+    async def _in_time(self, asking: asyncio.Task[bytes], job: _Job) -> bool:
+        """Waits for an answer, for the caller to leave, or for the limit; False: it is long, and others wait for its place.
+
+        A question that was short becomes a long one here. It is sent away at most once: those of the long lane keep their places.
+        """
+        either: set[asyncio.Future[Any]] = {asking, job.result}
+        began, turn = self._clock.monotonic_ns(), self._time_limit if job.long or self._long_after is None else self._long_after
+        while True:
+            left = self._time_limit - (self._clock.monotonic_ns() - began) / 1e9
+            done, _ = await asyncio.wait(either, timeout=min(turn, left), return_when=asyncio.FIRST_COMPLETED)
+            if done or left <= turn:
+                return True
+            if not job.long:
+                job.long = True
+                self._long_running += 1
+            if self._short and self._long_running > self._long_places:
+                return False
+
+    def _yields(self, process: HelperProcess, job: _Job) -> bool:
+        self._replaced("yielded", process, job)
+        self._enqueue(job)
+        return False
 
     def _hangs(self, process: HelperProcess, job: _Job) -> bool:
         if job.result.done():

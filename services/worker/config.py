@@ -82,8 +82,10 @@ class ConstraintSettings(Settings):
             "xgrammar, which is installed apart (tokenloom[xgrammar]).",
         )
     )
-    constraint_compilers: int = Field(1, ge=1, description="Processes that compile constraints beside the forward pass.")
-    constraint_queue: int = Field(64, ge=1, description="Constraints that may wait to be compiled; more are refused with 429.")
+    constraint_compilers: int = Field(
+        2, ge=1, description="Processes that compile constraints beside the forward pass; of several, one is kept for what compiles fast."
+    )
+    constraint_queue: int = Field(4096, ge=1, description="Constraints that may wait to be compiled; more are refused with 429.")
     constraint_timeout: float = Field(10.0, gt=0, description="Seconds that compiling one constraint may take.")
     constraint_memory_bytes: Amount = Field(
         1 << 30, ge=1, description="Memory, in bytes, by which compiling one constraint may make its process grow."

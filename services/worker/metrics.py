@@ -99,7 +99,8 @@ class WorkerMetrics:
             step_time("worker_constraint_queue_seconds", "Time constraints wait for a compiler. Seconds: raise --constraint-compilers."),
             counter(
                 "worker_constraint_compiler_restarts",
-                "Compilers replaced. timeout or died: a client's constraint reached its limit, which protects the others; see the log.",
+                "Compilers replaced. timeout or died: a client's constraint reached its limit, which protects the others; "
+                "yielded: it took long, and others waited; see the log.",
                 "reason",
             ),
         )

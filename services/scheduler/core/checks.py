@@ -18,8 +18,10 @@ from libs.errors import ErrorCode, TokenloomError
 
 # Constraints that nobody wants and that groups still keep compiled, and bytes of their texts.
 MOST_IDLE, MOST_IDLE_BYTES = 256, 32 << 20
-# How long (ns) a group may owe its answer; how long after it was busy, or has refused, it is asked again for who wants it then.
+# How long (ns) a group that owes answers may be silent; how long after it was busy, or has refused, it is asked again for who wants it.
 PATIENCE_NS, RETRY_NS, REFUSAL_NS = 60_000_000_000, 1_000_000_000, 30_000_000_000
+# How long (ns) it may owe one answer while it gives others: many constraints that came at once are no fault of the last.
+LONGEST_NS = 10 * PATIENCE_NS
 
 
 class Standing(enum.Enum):
@@ -80,13 +82,15 @@ class Heard:
 @dataclass(slots=True)
 class _Bench:
     """One group's side. `asked`: asks without an answer, oldest first, by id; `unasked`: to be asked; `again`: when (ns) an answer other
-    than READY is void; `forgets`: ids that may go once the step beside them is over (None: it is not known yet which step that is)."""
+    than READY is void; `forgets`: ids that may go once the step beside them is over (None: it is not known yet which step that is);
+    `heard_ns`: its last answer."""
 
     answers: dict[Check, Answer] = field(default_factory=dict)
     asked: dict[int, Check] = field(default_factory=dict)
     again: dict[Check, int] = field(default_factory=dict)
     unasked: dict[Check, None] = field(default_factory=dict)
     forgets: deque[tuple[int | None, int]] = field(default_factory=deque)
+    heard_ns: int = 0
 
 
 class Checks:
@@ -201,7 +205,7 @@ class Checks:
         check = bench.asked.pop(ask, None) if bench is not None else None
         if bench is None or check is None:
             return None
-        took = now_ns - bench.answers[check].since_ns
+        bench.heard_ns, took = now_ns, now_ns - bench.answers[check].since_ns
         standing = Standing.READY
         if error is not None:
             standing = Standing.BUSY if error.code is ErrorCode.CONSTRAINT_BUSY else Standing.FAILED
@@ -216,9 +220,10 @@ class Checks:
         failed: list[Check] = []
         for bench in self._benches.values():
             for ask, check in list(bench.asked.items()):
-                if now_ns - bench.answers[check].since_ns < PATIENCE_NS:
+                since = bench.answers[check].since_ns
+                if now_ns - max(since, bench.heard_ns) < PATIENCE_NS and now_ns - since < LONGEST_NS:
                     break
-                message = f"no worker has compiled the constraint within {PATIENCE_NS // 1_000_000_000} s"
+                message = f"no worker has compiled the constraint within {(now_ns - since) // 1_000_000_000} s"
                 error = TokenloomError(ErrorCode.CONSTRAINT_BUSY, message, retry_after_ms=REFUSAL_NS // 1_000_000)
                 del bench.asked[ask]
                 bench.answers[check] = Answer(Standing.FAILED, ask, now_ns, error)

@@ -27,6 +27,9 @@ MAX_CACHED = 512
 MAX_CACHED_BYTES = 256 * 1024 * 1024
 # Refusals kept, so that a client that sends the same again costs nothing.
 MAX_CACHED_REFUSALS = 256
+# What is likely to take its time and lets others pass: from so many bytes on (ordinary schemas have one or two thousand), or after so many
+# seconds (ordinary ones take 8 ms with llguidance, 120 with xgrammar).
+LONG_BYTES, LONG_SECONDS = 16 * 1024, 0.3
 # Constraints that one scheduler may have prepared and not forgotten.
 MAX_PREPARED = 16_384
 
@@ -63,6 +66,7 @@ def compiler(model: Path, backend: str, limits: CompilerLimits, observer: PoolOb
         refusals=refusals,
         clock=SystemClock(),
         observer=observer,
+        long_after=LONG_SECONDS,
     )
 
 
@@ -172,7 +176,8 @@ class Preparer:
 
     async def _compile(self, key: bytes, constraint: Constraint) -> _Compiled | _Refused:
         try:
-            answer = await self._pool.ask(constraint.to_proto().SerializeToString())
+            question = constraint.to_proto().SerializeToString()
+            answer = await self._pool.ask(question, long=len(question) > LONG_BYTES)
             began = time.monotonic_ns()
             grammar = await asyncio.to_thread(self._backend.load, answer.payload)
         except TokenloomError as error:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,9 @@ def answer(payload):
             raise TokenloomError(ErrorCode.INVALID_CONSTRAINT, "no")
         case b"hang":
             time.sleep(600)
+        case _ if payload.startswith(b"wait "):
+            while not os.path.exists(payload[5:]):
+                time.sleep(0.01)
         case b"die":
             os._exit(3)
         case b"grow":
@@ -64,15 +68,16 @@ class Observer:
         self.reasons.append(reason)
 
 
-def pool_of(observer: Observer, *, time_limit: float = WAIT, max_waiting: int = 4, script: str = HELPER) -> HelperPool:
+def pool_of(observer: Observer, *, time_limit: float = WAIT, max_waiting: int = 8, size: int = 1, script: str = HELPER) -> HelperPool:
     return HelperPool(
         [sys.executable, "-c", script],
-        size=1,
+        size=size,
         max_waiting=max_waiting,
         time_limit=time_limit,
         refusals=REFUSALS,
         clock=SystemClock(),
         observer=observer,
+        long_after=0.2,
     )
 
 
@@ -140,6 +145,46 @@ async def test_who_leaves_takes_the_question_out_of_its_process(pool: HelperPool
         leaving.cancel()
         assert (await pool.ask(b"next")).payload == b"NEXT"
     assert observer.reasons == ["abandoned"]
+
+
+@pytest.fixture
+async def pair(observer: Observer) -> AsyncIterator[HelperPool]:
+    """A pool of two processes."""
+    pool = pool_of(observer, size=2)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+@pytest.mark.parametrize(("known", "reasons"), [(True, []), (False, ["yielded"])])
+async def test_long_questions_known_as_such_or_not_leave_a_process_to_short_ones(
+    pair: HelperPool, observer: Observer, tmp_path: Path, known: bool, reasons: list[str]
+):
+    wait = f"wait {tmp_path / 'go'}".encode()
+    async with asyncio.timeout(WAIT):
+        held = [asyncio.create_task(pair.ask(wait, long=known)) for _ in range(3)]
+        while observer.working < (1 if known else 2):
+            await asyncio.sleep(0.01)
+        assert (await pair.ask(b"short")).payload == b"SHORT"
+        (tmp_path / "go").touch()
+        assert [answer.payload for answer in await asyncio.gather(*held)] == [wait.upper()] * 3
+    assert set(observer.reasons) == set(reasons)
+
+
+async def test_a_long_question_has_its_turn_among_short_ones(observer: Observer):
+    pool, order = pool_of(observer), list[bytes]()
+
+    async def ask(payload: bytes, *, long: bool = False) -> None:
+        order.append((await pool.ask(payload, long=long)).payload)
+
+    async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
+        for number in range(6):
+            tasks.create_task(ask(b"%d" % number))
+        tasks.create_task(ask(b"long", long=True))
+        await asyncio.sleep(0)
+        await pool.start()
+    await pool.close()
+    assert order == [b"0", b"1", b"2", b"3", b"LONG", b"4", b"5"]
 
 
 async def test_a_process_that_cannot_start_is_an_error_of_the_start(observer: Observer):

@@ -6,7 +6,7 @@ import pytest
 
 from libs.errors import ErrorCode, TokenloomError
 from services.scheduler.core import checks
-from services.scheduler.core.checks import PATIENCE_NS, REFUSAL_NS, RETRY_NS, Check, Checks, Standing
+from services.scheduler.core.checks import LONGEST_NS, PATIENCE_NS, REFUSAL_NS, RETRY_NS, Check, Checks, Standing
 from tests.support.model_constraints import multiples
 
 THREES, SEVENS = multiples(3, 5), multiples(7, 5)
@@ -92,6 +92,27 @@ def test_a_busy_group_is_asked_again_a_little_later_if_somebody_still_wants_it()
     assert tell(table) == ([3], [])
     table.want(SEVENS)
     assert tell(table) == ([4], [])
+
+
+def test_a_group_that_answers_others_meanwhile_may_owe_one_for_longer_but_not_for_ever():
+    table = Checks()
+    table.want(THREES)
+    late = table.want(SEVENS)
+    tell(table, now=50)
+    table.answered("g", 1, None, 40 + PATIENCE_NS)
+    assert table.expire(39 + 2 * PATIENCE_NS) == []
+    assert table.expire(40 + 2 * PATIENCE_NS) == [late]
+
+
+def test_no_group_may_owe_an_answer_for_ever_however_many_others_it_gives():
+    table = Checks()
+    late = table.want(SEVENS)
+    tell(table, now=50)
+    table.want(THREES)
+    tell(table, now=60)
+    table.answered("g", 2, None, 49 + LONGEST_NS)
+    assert table.expire(49 + LONGEST_NS) == []
+    assert table.expire(50 + LONGEST_NS) == [late]
 
 
 def test_a_group_that_owes_an_answer_for_too_long_has_refused_and_may_forget():
