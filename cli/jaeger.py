@@ -19,12 +19,16 @@ LOOKBACK, MAX_FOUND = "48h", 20
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
 
+class NoAddress(TraceStoreError):
+    """What was given is no URL of a Jaeger."""
+
+
 class JaegerReader:
     """The traces that a Jaeger holds, read as TraceReader reads the built-in store. Raises TraceStoreError."""
 
     def __init__(self, url: str, *, transport: httpx.BaseTransport | None = None) -> None:
         if urlsplit(url).scheme not in ("http", "https"):
-            raise TraceStoreError(f"--jaeger {url}: must be the http:// or https:// URL of Jaeger's page, such as http://localhost:16686")
+            raise NoAddress(f"--jaeger {url}: must be the http:// or https:// URL of Jaeger's page, such as http://localhost:16686")
         self._client = httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT, transport=transport)
         self._traces: dict[str, list[StoredSpan]] = {}
 

@@ -54,7 +54,7 @@ def limit(name: str, *, rpm: int, tpm: int, store: str, port: int) -> int:
 
 
 def _run(work: Callable[[KeyBook], Awaitable[None]], url: str, port: int) -> int:
-    """`work` on the store of `url`, or on that of the local mesh on `port`. Returns 1, and says why, when it cannot be done."""
+    """`work` on the store of `url`, or on that of the local mesh on `port`. When it cannot be done, says why: 2 for wrong usage, else 1."""
 
     async def on_store() -> None:
         store = open_store(url or _of_local_mesh(port))
@@ -67,7 +67,7 @@ def _run(work: Callable[[KeyBook], Awaitable[None]], url: str, port: int) -> int
         asyncio.run(on_store())
     except (TokenloomError, StoreError, ValueError) as error:
         print(f"tokenloom keys: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, TokenloomError) and error.code is ErrorCode.INVALID_REQUEST else 1
     return 0
 
 
@@ -75,5 +75,5 @@ def _of_local_mesh(port: int) -> str:
     found = next((path for directory in candidates(port) if (path := directory / "store.db").is_file()), None)
     if found is None:
         message = f"no mesh has served on port {port} here; name its store with --store (or TOKENLOOM_STORE), or choose --port"
-        raise TokenloomError(ErrorCode.INVALID_REQUEST, message, param="--store")
+        raise TokenloomError(ErrorCode.UNAVAILABLE, message, param="--store")
     return str(found)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from cli.jaeger import JaegerReader
+from cli.jaeger import JaegerReader, NoAddress
 from cli.rundir import candidates
 from cli.waterfall import render
 from libs.errors import TokenloomError
@@ -57,7 +57,8 @@ class _Source:
 
 
 def main(request_id: str, *, port: int, as_json: bool, jaeger: str = "", svg: Path | None = None) -> int:
-    """Prints the trace that `request_id` names, or draws it into the file `svg`. 1 when there is none (what to do is said on stderr).
+    """Prints the trace that `request_id` names, or draws it into the file `svg`. 1 when there is none (what to do is said on stderr), 2 for
+    what is no URL of a Jaeger.
 
     `jaeger` is the URL of a Jaeger to ask instead of the built-in store of the mesh on `port`.
     """
@@ -74,7 +75,7 @@ def main(request_id: str, *, port: int, as_json: bool, jaeger: str = "", svg: Pa
         if svg is not None:
             svg.write_text(to_svg(found))
     except (TokenloomError, TraceStoreError, OSError) as error:
-        return _complain(str(error))
+        return _complain(str(error), 2 if isinstance(error, NoAddress) else 1)
     if as_json:
         print(json.dumps(to_json(found), indent=2))
     elif svg is None:
@@ -172,6 +173,6 @@ def _event_json(event: StoredEvent, start_ns: int) -> dict[str, object]:
     return {"name": event.name, "offset_us": (event.unix_ns - start_ns) / 1000, "attributes": dict(event.attributes)}
 
 
-def _complain(message: str) -> int:
+def _complain(message: str, code: int = 1) -> int:
     print(f"tokenloom trace: {message}", file=sys.stderr)
-    return 1
+    return code

@@ -141,3 +141,9 @@ def test_a_trace_that_the_jaeger_does_not_have_is_explained(monkeypatch):
     result = CliRunner().invoke(app, ["trace", "gone", "--jaeger", "http://jaeger:16686"])
     assert result.exit_code == 1
     assert "no trace of 'gone' in the Jaeger at http://jaeger:16686: not kept by the collector's policy" in result.stderr
+
+
+def test_what_is_no_url_of_a_jaeger_is_wrong_usage():
+    result = CliRunner().invoke(app, ["trace", "gone", "--jaeger", "localhost:16686"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "must be the http:// or https:// URL" in result.stderr
