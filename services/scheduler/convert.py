@@ -225,6 +225,7 @@ def from_result(result: worker_pb2.StepResult) -> StepOutcome:
         StepTimings(timings.queued_us, timings.prepare_us, timings.forward_us, timings.sample_us, timings.total_us, timings.idle_us),
         [PackedLogprobs.from_proto(message) for message in result.logprobs],
         {entry.row: RowPositions(entry.first_position, PackedLogprobs.from_proto(entry.logprobs)) for entry in result.prompt_positions},
+        dict(result.dead_ends),
     )
 
 

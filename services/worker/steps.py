@@ -163,7 +163,14 @@ def _result(batch: Batch, staged: StagedStep, executed: Executed) -> worker_pb2.
             worker_pb2.RowPromptPositions(row=told.row, first_position=told.first, logprobs=told.logprobs.to_proto())
             for told in executed.told
         ],
+        dead_ends=_dead_ends(staged, executed),
     )
+
+
+def _dead_ends(staged: StagedStep, executed: Executed) -> dict[int, str]:
+    """Why constraints can go no further, by the row's index."""
+    held = [(row.index, row.slot.progress) for row in staged.rows if row.index in executed.dead_ends]
+    return {index: progress.broken for index, progress in held if progress is not None and progress.broken}
 
 
 def _logprobs(rows: int, executed: Executed) -> list[common_pb2.Logprobs]:

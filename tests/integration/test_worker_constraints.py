@@ -19,6 +19,7 @@ from libs.packing import pack_ids, unpack_ids
 from libs.text.build import build_text_table
 from libs.text.table import TextTable
 from services.worker.config import WorkerConfig
+from services.worker.constraints import progress
 from services.worker.service import serve
 from tests.integration.test_worker_service import Stream, opening
 from tests.support.tiny_llama import tiny_tokenizer_json
@@ -125,6 +126,18 @@ async def test_what_cannot_be_compiled_is_refused_with_its_parameter_and_the_nex
     assert "not" in prepared.error.message
     assert (await prepare(stream, 2, bad)).error.message == prepared.error.message
     assert not (await prepare(stream, 3, Constraint(ConstraintKind.CHOICE, ("a", "b")))).HasField("error")
+
+
+async def test_a_row_whose_constraint_can_go_no_further_says_why(stub: Any, monkeypatch: pytest.MonkeyPatch):
+    stream = await attached(stub)
+    await prepare(stream, 1, Constraint(ConstraintKind.CHOICE, ("a", "b")))
+    monkeypatch.setattr(progress, "MASK_SECONDS", -1.0)
+    await stream.send(1, 0, {0: 3}, opens=[constrained(0, 1)])
+    result = await stream.result()
+    assert (list(result.row_outcomes), dict(result.dead_ends)) == (
+        [worker_pb2.ROW_OUTCOME_DEAD_END],
+        {0: "a mask took more than -1.0 s"},
+    )
 
 
 async def test_an_opening_with_a_constraint_that_is_forgotten_or_of_another_epoch_fails_its_batch(stub: Any):

@@ -134,7 +134,8 @@ def _apply_ok(state: SchedulerState, group: Group, plan: StepPlan, outcome: Step
         if row.request.state is ended:
             continue
         row.request.timeline.device_us += device_us
-        drawn = _Drawn(tokens, outcome.logprobs[index] if outcome.logprobs else None, outcome.positions.get(index))
+        listed = outcome.logprobs[index] if outcome.logprobs else None
+        drawn = _Drawn(tokens, listed, outcome.positions.get(index), outcome.dead_ends.get(index, ""))
         _apply_row(state, group, row, row_outcome, drawn, now_ns, effects)
     group.ledger.resolve(plan.settles)
     state.quarantine.clear(row.request for row in plan.rows)
@@ -149,11 +150,12 @@ def _count_later_step(state: SchedulerState, plan: StepPlan) -> None:
 
 
 class _Drawn(NamedTuple):
-    """What a row yielded."""
+    """What a row yielded; `dead_end`: why its constraint can go no further."""
 
     tokens: Sequence[int]
     logprobs: PackedLogprobs | None
     positions: RowPositions | None
+    dead_end: str = ""
 
 
 def _fault(row: PlannedRow, drawn: _Drawn) -> str:
@@ -200,6 +202,8 @@ def _apply_row(
     request = row.request
     if outcome is not RowOutcome.OK and outcome in _ROW_ERRORS:
         code, message, param = _ROW_ERRORS[outcome]
+        if drawn.dead_end and outcome is RowOutcome.DEAD_END:
+            message = f"the constraint can go no further: {drawn.dead_end}"
         state.finish(request, Ending(FinishReason.FAILED, error=TokenloomError(code, message, param=param)), now_ns, effects)
     elif outcome is RowOutcome.NOT_RUN:
         if request.residency is row.residency:

@@ -151,7 +151,7 @@ class RowPositions(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """A worker's answer to one batch: row outcomes, tokens and their log-probabilities (empty: nobody asked) in the order of the plan's
-    rows; prompt positions by the row's index.
+    rows; prompt positions, and why a constraint is at a dead end where its worker knows more than that, by the row's index.
     """
 
     epoch: int
@@ -163,6 +163,7 @@ class StepOutcome:
     timings: StepTimings = StepTimings()
     logprobs: Sequence[PackedLogprobs] = ()
     positions: Mapping[int, RowPositions] = field(default_factory=dict)
+    dead_ends: Mapping[int, str] = field(default_factory=dict)
 
 
 class Delta(NamedTuple):

@@ -14,6 +14,8 @@ _log = get_logger(__name__)
 
 # CPU seconds that one mask may take, some thousand times the usual: more, and the output ends, since all rows of a step wait for it.
 MASK_SECONDS = 0.5
+# Characters of a library's reason that a client is told.
+_LONGEST_REASON = 300
 
 
 class Progress:
@@ -35,8 +37,13 @@ class Progress:
         self._ignore_eos = ignore_eos
         self._next: Words | None = None
         self._waiting = bool(self._begin_after)
-        self._broken = False
+        self._broken = ""
         self._ended = False
+
+    @property
+    def broken(self) -> str:
+        """Why the matcher can go no further; empty: it can."""
+        return self._broken
 
     @property
     def complete(self) -> bool:
@@ -103,7 +110,7 @@ class Progress:
             words |= self._ending_words
 
     def _break(self, reason: str) -> None:
-        self._broken = True
+        self._broken = reason[:_LONGEST_REASON] or "the matcher broke"
         _log.warning("an output ends because its constraint can go no further", reason=reason)
 
 

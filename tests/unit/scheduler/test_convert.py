@@ -259,6 +259,9 @@ class TestResult:
         assert outcome.timings == StepTimings(1, 2, 3, 4, 5, 6)
         assert outcome.error is None
 
+    def test_why_rows_are_dead_ends_comes_along(self):
+        assert convert.from_result(worker_pb2.StepResult(dead_ends={2: "too wide"})).dead_ends == {2: "too wide"}
+
     def test_an_error_comes_along(self):
         error = TokenloomError(ErrorCode.STEP_FAILED, "out of memory")
         result = worker_pb2.StepResult(outcome=worker_pb2.BATCH_OUTCOME_FAILED, error=error.to_proto())

@@ -103,6 +103,15 @@ class TestRowOutcomes:
         assert good.output_ids == [TOKEN]
         assert state.counters.failed == 1
 
+    def test_the_error_of_a_dead_end_says_why_where_the_worker_knows(self, state: SchedulerState, group: Group):
+        told, untold = submit(state, [1]), submit(state, [2])
+        rows = ok(planned(state, group), rows=[RowOutcome.DEAD_END] * 2)
+        apply(state, group, replace(rows, tokens=[[], []], dead_ends={0: "a mask took too long"}), 1)
+        assert told.ending is not None
+        assert untold.ending is not None
+        assert str(told.ending.error) == "the constraint can go no further: a mask took too long"
+        assert "no token is left to sample" in str(untold.ending.error)
+
     def test_a_completed_constraint_ends_with_the_token_that_completed_it(self, state: SchedulerState, group: Group):
         request = submit(state, [1])
         effects = apply(state, group, ok(planned(state, group), rows=[RowOutcome.CONSTRAINT_COMPLETE]), 1)

@@ -88,8 +88,9 @@ class Breaking:
 def test_a_matcher_that_breaks_allows_nothing_more():
     progress = Progress(Breaking(), width=9, endings=ENDINGS)
     progress.replay(())
+    assert not progress.broken
     assert allowed(progress) == set()
-    assert not progress.complete
+    assert (progress.complete, progress.broken) == (False, "a bound of its own")
     taken = Progress(Breaking(), width=9, endings=ENDINGS)
     taken.accept(A)
     words = np.full(9, -1, np.int32)
