@@ -220,6 +220,7 @@ def _json(schema: dict[str, Any], compact: bool) -> str:
 _REASONS = {
     "items; max is": "too many alternatives may come next at one place (an object with over 1,200 optional properties?)",
     "Too many items": "too many alternatives may come next at one place",
+    "coerce_one_of": "oneOf is kept to only where its alternatives exclude each other by their types or by a const of the same property",
     "symbols.len()": "the grammar has too many parts",
     "memory allocation": "it takes too much memory",
 }
@@ -227,4 +228,5 @@ _REASONS = {
 
 def _reason(message: str) -> str:
     line = message.strip().partition("\n")[0]
+    line = line.rpartition("failed to compile JSON schema: ")[2]
     return next((ours for theirs, ours in _REASONS.items() if theirs in line), line)

@@ -12,12 +12,29 @@ _NO_BACKEND = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "dependentRequired"),
     *("dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
 )
+TYPES = frozenset(("string", "integer", "number", "array", "object", "boolean", "null"))
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains", "maxContains")
 _ALWAYS: tuple[Any, ...] = (True, {})
 
 
 def without_noise(node: dict[str, Any]) -> dict[str, Any]:
-    """One schema without the keywords that every value satisfies anyway."""
-    return {keyword: value for keyword, value in node.items() if keyword not in _NOISE or not _NOISE[keyword](node)}
+    """One checked schema without the keywords that every value satisfies anyway; 3.0 items are 3."""
+    kept = {keyword: value for keyword, value in node.items() if keyword not in _NOISE or not _NOISE[keyword](node)}
+    return {**kept, **{keyword: int(kept[keyword]) for keyword in _COUNTS if keyword in kept}}
+
+
+def check_form(place: str, node: dict[str, Any]) -> None:
+    """Refuses types, alternatives and values that are none. Raises TokenloomError(INVALID_CONSTRAINT)."""
+    if "type" in node:
+        names = node["type"] if isinstance(node["type"], list) else [node["type"]]
+        unknown = [name for name in names if not isinstance(name, str) or name not in TYPES]
+        if unknown or not names:
+            raise refused(f"{place}/type: {str(unknown[0])[:40] if unknown else 'an empty list'} is no type")
+    if not isinstance(node.get("enum", []), list):
+        raise refused(f"{place}/enum is a list of values")
+    for keyword in ("enum", "anyOf", "oneOf"):
+        if node.get(keyword) == []:
+            raise refused(f"{place}/{keyword} is empty: nothing satisfies it")
 
 
 def check_kept(place: str, node: dict[str, Any]) -> None:
@@ -27,7 +44,10 @@ def check_kept(place: str, node: dict[str, Any]) -> None:
         raise refused(f"{place}/{beyond}: no backend keeps to {beyond}")
     if "format" in node and _may_be(node, "string") and node["format"] not in FORMATS:
         raise refused(f"{place}/format: {node['format'][:40]!r} is not known; {', '.join(sorted(FORMATS))} are")
-    if int(node.get("minProperties", 0)) > 1 and _may_be(node, "object"):
+    for least, most in (("minItems", "maxItems"), ("minLength", "maxLength"), ("minProperties", "maxProperties")):
+        if node.get(least, 0) > node.get(most, node.get(least, 0)):
+            raise refused(f"{place}: nothing satisfies {least} {node[least]} and {most} {node[most]}")
+    if node.get("minProperties", 0) > 1 and _may_be(node, "object"):
         raise refused(
             f"{place}/minProperties: more than 1 is kept to only where so many properties are required by name, "
             "since the same one could be written twice"

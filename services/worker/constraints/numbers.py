@@ -23,6 +23,8 @@ _LARGEST = 10**40 - 1
 _EXACT = 2**53
 # The largest float64 below 2**63: llguidance keeps the whole part of a bound in 64 bits.
 _LARGEST_OF_64_BITS = 2**63 - 1024
+# What llguidance keeps of a multipleOf has 32 bits.
+_LARGEST_FACTOR = 2**32 - 1
 _DIGIT = Chars(((0x30, 0x39),))
 
 
@@ -90,6 +92,8 @@ def for_llguidance(place: str, node: dict[str, Any]) -> dict[str, Any]:
 
     It takes the whole number beside an excluded bound for one within, reads all bounds as float64, and clamps them to 64 bits.
     """
+    if "multipleOf" in node and not _keeps_factor(node["multipleOf"]):
+        raise refused(f"{place}/multipleOf: llguidance does not keep to {node['multipleOf']}")
     if not is_bounded(node):
         return node
     kept = {name: value for name, value in node.items() if name not in BOUNDS}
@@ -105,6 +109,15 @@ def for_llguidance(place: str, node: dict[str, Any]) -> dict[str, Any]:
     if low is not None and high is not None and low > high:
         raise refused(f"{place}: no 64-bit float, as which llguidance reads bounds, lies within these; the backend xgrammar keeps to them")
     return {**kept, **({} if low is None else {"minimum": low}), **({} if high is None else {"maximum": high})}
+
+
+def _keeps_factor(factor: float) -> bool:
+    """Whether the library finds the digits of a factor, which it multiplies as a float64 until it is whole."""
+    value, places = float(factor), 0
+    while value % 1 and places < _MAX_PLACES:
+        value, places = value * 10, places + 1
+    scale: int = 10**places
+    return value <= _LARGEST_FACTOR and Fraction(value) == _exact(factor) * scale
 
 
 def _exact(value: float) -> Fraction:

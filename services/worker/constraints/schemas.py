@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from libs.errors import TokenloomError
 from services.worker.constraints.base import refused
 from services.worker.constraints.expressions import RuleSet, check
-from services.worker.constraints.keywords import check_kept, without_noise
+from services.worker.constraints.keywords import check_form, check_kept, without_noise
 from services.worker.constraints.numbers import check_bounds
 from services.worker.constraints.regexes import read_search
 
@@ -43,6 +43,10 @@ def read_schema(text: str) -> dict[str, Any]:
         raise refused(f"the schema is no JSON: {error}") from error
     except RecursionError as error:
         raise refused("the schema is nested too deeply") from error
+    try:
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise refused("the schema holds half a surrogate pair") from error
     return check_schema(schema)
 
 
@@ -154,6 +158,7 @@ def _check_node(root: dict[str, Any], place: str, node: dict[str, Any]) -> None:
             raise refused(f"{place}/{keyword} is a number from 0 on, not {json.dumps(value)[:40]}")
         if value > MAX_BOUND:
             raise refused(f"{place}/{keyword} asks for {value}; at most {MAX_BOUND} are taken")
+    check_form(place, node)
     check_bounds(place, node)
     required = node.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):

@@ -40,6 +40,8 @@ _OF_TYPE: dict[str, frozenset[str]] = {
 _REFUSED = frozenset(("oneOf", "additionalItems", "$anchor"))
 _ASSERTIONS = frozenset(("$ref", "anyOf", "allOf", "enum", "const", "type")).union(*_OF_TYPE.values())
 _IPV4 = r"^((25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])\.){3}(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])$"
+# Beyond it the library passes over multipleOf.
+_LARGEST_FACTOR = 1024
 # What stands in a JSON string only escaped.
 _ESCAPED: Ranges = normal([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)])
 _SHORT = {0x08: "\\b", 0x09: "\\t", 0x0A: "\\n", 0x0C: "\\f", 0x0D: "\\r", 0x22: '\\"', 0x5C: "\\\\"}
@@ -97,8 +99,6 @@ def _all_of(place: str, node: dict[str, Any]) -> Any:
 
 def _any_of(place: str, node: dict[str, Any]) -> dict[str, Any]:
     _alone(place, node, "anyOf", "type")
-    if not node["anyOf"]:
-        raise refused(f"{place}/anyOf is empty: nothing satisfies it")
     if "type" in node and any(not isinstance(item, dict) or item.get("type") != node["type"] for item in node["anyOf"]):
         raise refused(f"{place}: xgrammar does not keep to type beside anyOf; the backend llguidance does")
     return {"anyOf": [_schema(f"{place}/anyOf/{index}", item) for index, item in enumerate(node["anyOf"])]}
@@ -108,9 +108,7 @@ def _values(place: str, node: dict[str, Any]) -> dict[str, Any]:
     keyword = "const" if "const" in node else "enum"
     _alone(place, node, keyword, "type")
     values = [node["const"]] if keyword == "const" else node["enum"]
-    if not isinstance(values, list):
-        raise refused(f"{place}/enum is a list of values")
-    kept = [value for value in values if "type" not in node or any(_is_of(value, name) for name in _types(place, node))]
+    kept = [value for value in values if "type" not in node or any(_is_of(value, name) for name in _types(node))]
     if not kept:
         raise refused(f"{place}: no value of {keyword} satisfies the schema")
     return {"enum": kept}
@@ -129,18 +127,14 @@ def _is_of(value: Any, name: str) -> bool:
     return isinstance(value, kinds[name]) and (name == "boolean") == isinstance(value, bool)
 
 
-def _types(place: str, node: dict[str, Any]) -> list[str]:
-    names = node["type"] if isinstance(node["type"], list) else [node["type"]]
-    unknown = [name for name in names if name not in _OF_TYPE]
-    if unknown or not names:
-        raise refused(f"{place}/type: {unknown[0] if unknown else 'an empty list'} is no type")
-    return names
+def _types(node: dict[str, Any]) -> list[str]:
+    return node["type"] if isinstance(node["type"], list) else [node["type"]]
 
 
 def _typed(place: str, node: dict[str, Any]) -> dict[str, Any]:
     """A schema without references and alternatives; without a type, the one type that its keywords are about."""
     if "type" in node:
-        names = _types(place, node)
+        names = _types(node)
     else:
         names = [name for name, keywords in _OF_TYPE.items() if keywords & node.keys()]
         names = ["number"] if names == ["integer", "number"] else names
@@ -162,8 +156,12 @@ def _of_type(place: str, name: str, node: dict[str, Any]) -> dict[str, Any]:
             return _object(place, node)
         case "integer" | "number":
             factor = node.get("multipleOf", 1)
-            if "multipleOf" in node and (name == "number" or not isinstance(factor, int) or len(node) > 1):
+            if "multipleOf" in node and (name == "number" or factor != int(factor) or len(node) > 1):
                 raise refused(f"{place}/multipleOf: xgrammar keeps to it only for integers without bounds; the backend llguidance does")
+            if factor > _LARGEST_FACTOR:
+                raise refused(f"{place}/multipleOf: xgrammar keeps to it only up to {_LARGEST_FACTOR}; the backend llguidance does beyond")
+            if "multipleOf" in node:
+                return {"type": name, "multipleOf": int(factor)}
             if is_bounded(node):
                 return {"const": span_of(place, node, integers=name == "integer")}
     return {"type": name, **node}

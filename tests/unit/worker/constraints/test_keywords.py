@@ -32,12 +32,20 @@ SAYS_NOTHING: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "minLength": 0, "format": "date"}, '"2020-02-20"'),
     ({"type": "integer", "multipleOf": 1, "minimum": 3, "maximum": 3}, "3"),
     ({"type": "boolean", "minimum": 3}, "true"),
+    ({"type": "array", "items": {"type": "null"}, "maxItems": 2.0}, "[null,null]"),
     ({**NAMED, "propertyNames": {}, "unevaluatedProperties": True}, TWO_NULLS),
     ({**NAMED, "dependencies": {"a": ["b"]}}, TWO_NULLS),
     ({**NAMED, "dependentRequired": {"a": ["b"], "c": []}, "dependentSchemas": {"a": True}}, TWO_NULLS),
     ({**NAMED, "minProperties": 2}, TWO_NULLS),
 ]
 REFUSED: list[tuple[Any, str]] = [
+    ({"type": 3}, "#/type: 3 is no type"),
+    ({"items": {"type": []}}, "#/items/type: an empty list is no type"),
+    ({"items": {"enum": 3}}, "#/items/enum is a list of values"),
+    ({"items": {"oneOf": []}}, "#/items/oneOf is empty"),
+    ({"items": {"type": "string", "minLength": 5, "maxLength": 3}}, "#/items: nothing satisfies minLength 5 and maxLength 3"),
+    ({"enum": ["\ud800"]}, "half a surrogate pair"),
+    ({"type": "number", "multipleOf": 1e-20, "minimum": 0}, "#/multipleOf"),
     ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "#/properties/a/uniqueItems: no backend keeps to uniqueItems"),
     ({"items": {"contains": {}, "minContains": 1}}, "#/items/contains: no backend keeps to contains"),
     ({"items": {"unevaluatedItems": False}}, "#/items/unevaluatedItems"),
@@ -65,3 +73,19 @@ def test_what_no_backend_keeps_to_is_refused_with_its_place(backend: Backend, sc
 
 def test_a_format_of_another_type_than_strings_says_nothing(backend: Backend):
     assert matches(backend, constraint_of({"type": "integer", "format": "int64", "minimum": 7, "maximum": 7}), "7")
+
+
+@pytest.mark.parametrize(("factor", "inside", "outside"), [(1024, "2048", "1023"), (1_000_003, "2000006", "1000001")])
+def test_a_factor_is_kept_to_or_refused(backend: Backend, factor: int, inside: str, outside: str):
+    constraint = constraint_of({"type": "integer", "multipleOf": factor})
+    if backend.name == "xgrammar" and factor > 1024:
+        with pytest.raises(TokenloomError, match="#/multipleOf: xgrammar keeps to it only up to 1024"):
+            compile_one(backend, constraint.to_proto().SerializeToString())
+    else:
+        assert matches(backend, constraint, inside)
+        assert not matches(backend, constraint, outside)
+
+
+def test_a_factor_and_bounds_are_kept_to_together(llguidance: Backend):
+    schema = {"type": "integer", "multipleOf": 7, "minimum": 10, "exclusiveMaximum": 35}
+    assert [value for value in range(50) if matches(llguidance, constraint_of(schema), str(value))] == [14, 21, 28]
