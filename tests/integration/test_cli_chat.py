@@ -176,7 +176,7 @@ async def test_what_a_pipe_brings_that_is_no_text_is_no_traceback(gateway):
     assert refused[2].startswith("tokenloom complete: the request cannot be sent")
 
 
-async def test_ctrl_c_at_a_result_of_a_tool_drops_the_call_and_what_follows_is_a_whole_conversation(tmp_path):
+async def test_ctrl_d_at_a_result_of_a_tool_drops_the_call_and_what_follows_is_a_whole_conversation(tmp_path):
     tools = tmp_path / "tools.json"
     tools.write_text('[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]')
     scheduler = FakeScheduler(say('<tool_call>{"name": "weather", "arguments": {}}</tool_call>'))
@@ -187,8 +187,8 @@ async def test_ctrl_c_at_a_result_of_a_tool_drops_the_call_and_what_follows_is_a
         await chat.until("> ")
         chat.type("Rain?\n")
         await chat.until("result of weather(): ")
-        chat.type("\x03")
-        dropped = await chat.until("The call was not made")
+        chat.type("\x04")
+        dropped = await chat.until("The call got no result and was not made")
         await chat.until("> ", after=dropped)
         scheduler.behaviour = say("Fine.")
         chat.type("How are you?\n")
