@@ -112,6 +112,26 @@ def test_a_special_token_stands_for_no_text(added: Backend, token: str):
     assert id_of(token) not in allowed(begun(added, Constraint(ConstraintKind.CHOICE, (token,))))
 
 
+def accept(progress: Progress, token: int) -> None:
+    assert token in allowed(progress)
+    progress.accept(token)
+
+
+@pytest.mark.parametrize("token", PLAIN)
+def test_a_structural_tag_begins_and_ends_with_the_token_that_the_model_learned(added: Backend, token: str):
+    tag = {"type": "tag", "begin": f"{token}:", "content": {"type": "regex", "pattern": "[a-z]"}, "end": token}
+    whole = {"format": {"type": "triggered_tags", "triggers": [token], "tags": [tag]}}
+    progress = begun(added, Constraint(ConstraintKind.STRUCTURAL_TAG, (json.dumps(whole),)))
+    for free in ("", "some text ", ""):
+        write(progress, free)
+        accept(progress, id_of(token))
+        assert allowed(progress) == {FIRST_BYTE + ord(":")}, "free text goes on behind the token"
+        write(progress, ":a")
+        accept(progress, id_of(token))
+    write(progress, f"as text: {token}:a{token} and the end")
+    assert allowed(progress) & set(ENDINGS)
+
+
 def test_a_clients_own_directive_does_not_bring_the_trouble_back(model: ModelDirectory):
     progress = begun(
         load_backend("llguidance", model),
