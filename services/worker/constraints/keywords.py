@@ -47,6 +47,9 @@ def check_kept(place: str, node: dict[str, Any]) -> None:
     for least, most in (("minItems", "maxItems"), ("minLength", "maxLength"), ("minProperties", "maxProperties")):
         if node.get(least, 0) > node.get(most, node.get(least, 0)):
             raise refused(f"{place}: nothing satisfies {least} {node[least]} and {most} {node[most]}")
+    counted = next((keyword for keyword in ("minProperties", "maxProperties") if keyword in node), None)
+    if counted and set(node.get("properties", {})) - set(node.get("required", ())) and _may_be(node, "object"):
+        raise refused(f"{place}/{counted}: no backend counts properties where some that are named may be left out")
     if node.get("minProperties", 0) > 1 and _may_be(node, "object"):
         raise refused(
             f"{place}/minProperties: more than 1 is kept to only where so many properties are required by name, "
@@ -71,6 +74,12 @@ def _is_satisfied(node: dict[str, Any], keyword: str) -> bool:
         others in _ALWAYS if isinstance(others, dict | bool) else isinstance(others, list) and {str(name) for name in others} <= always
         for others in asked.values()
     )
+
+
+def _is_never_full(node: dict[str, Any]) -> bool:
+    """Whether no object can have more than `maxProperties`."""
+    closed = node.get("additionalProperties", True) is False and "patternProperties" not in node
+    return closed and len(node.get("properties", {})) <= node["maxProperties"]
 
 
 def _asks_for_nothing(node: dict[str, Any]) -> bool:
@@ -98,5 +107,6 @@ _NOISE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "minItems": lambda node: node["minItems"] == 0,
     "minLength": lambda node: node["minLength"] == 0,
     "minProperties": lambda node: node["minProperties"] <= len(set(node.get("required", ()))),
+    "maxProperties": _is_never_full,
     "multipleOf": lambda node: node["multipleOf"] == 1 and node.get("type") == "integer",
 }

@@ -37,6 +37,7 @@ SAYS_NOTHING: list[tuple[dict[str, Any], str]] = [
     ({**NAMED, "dependencies": {"a": ["b"]}}, TWO_NULLS),
     ({**NAMED, "dependentRequired": {"a": ["b"], "c": []}, "dependentSchemas": {"a": True}}, TWO_NULLS),
     ({**NAMED, "minProperties": 2}, TWO_NULLS),
+    ({**NAMED, "maxProperties": 2}, TWO_NULLS),
 ]
 REFUSED: list[tuple[Any, str]] = [
     ({"type": 3}, "#/type: 3 is no type"),
@@ -54,6 +55,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "array", "minContains": "x"}, "#/minContains is a number from 0 on"),
     ({"properties": {"a/b": {"format": "credit-card"}}}, "#/properties/a~1b/format: 'credit-card' is not known; date, date-time"),
     ({"type": "object", "minProperties": 2, "additionalProperties": {"type": "null"}}, "#/minProperties: more than 1"),
+    ({"items": {**NAMED, "required": ["a"], "maxProperties": 1}}, "#/items/maxProperties: no backend counts"),
     ({"type": "object", "patternProperties": {"^a$": {}}, "additionalProperties": False, "minProperties": 2}, "#/minProperties"),
 ]
 
