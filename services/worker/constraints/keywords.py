@@ -8,6 +8,11 @@ from typing import Any
 from services.worker.constraints.base import refused
 
 FORMATS = frozenset(("date", "time", "date-time", "duration", "email", "uuid", "uri", "hostname", "ipv4", "ipv6"))
+# Formats of JSON Schema's own that say how a text is written and that no backend keeps to. All others are annotations, as JSON Schema has
+# it (pydantic's `path`, `binary`, `password` say what a text means).
+_UNKEPT = frozenset(
+    ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex")
+)
 _NO_BACKEND = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames", "dependentRequired"),
     *("dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
@@ -42,8 +47,8 @@ def check_kept(place: str, node: dict[str, Any]) -> None:
     beyond = next((keyword for keyword in _NO_BACKEND if keyword in node), None)
     if beyond is not None:
         raise refused(f"{place}/{beyond}: no backend keeps to {beyond}")
-    if "format" in node and _may_be(node, "string") and node["format"] not in FORMATS:
-        raise refused(f"{place}/format: {node['format'][:40]!r} is not known; {', '.join(sorted(FORMATS))} are")
+    if node.get("format") in _UNKEPT and _may_be(node, "string"):
+        raise refused(f"{place}/format: no backend keeps to {node['format']!r}; {', '.join(sorted(FORMATS))} are kept to")
     for least, most in (("minItems", "maxItems"), ("minLength", "maxLength"), ("minProperties", "maxProperties")):
         if node.get(least, 0) > node.get(most, node.get(least, 0)):
             raise refused(f"{place}: nothing satisfies {least} {node[least]} and {most} {node[most]}")
@@ -108,5 +113,6 @@ _NOISE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "minLength": lambda node: node["minLength"] == 0,
     "minProperties": lambda node: node["minProperties"] <= len(set(node.get("required", ()))),
     "maxProperties": _is_never_full,
+    "format": lambda node: node["format"] not in FORMATS | _UNKEPT,
     "multipleOf": lambda node: node["multipleOf"] == 1 and node.get("type") == "integer",
 }

@@ -38,6 +38,8 @@ SAYS_NOTHING: list[tuple[dict[str, Any], str]] = [
     ({**NAMED, "dependentRequired": {"a": ["b"], "c": []}, "dependentSchemas": {"a": True}}, TWO_NULLS),
     ({**NAMED, "minProperties": 2}, TWO_NULLS),
     ({**NAMED, "maxProperties": 2}, TWO_NULLS),
+    ({"type": "string", "format": "password", "maxLength": 3}, '"pwd"'),
+    ({"type": "string", "format": "path", "pattern": "^/a$"}, '"/a"'),
 ]
 REFUSED: list[tuple[Any, str]] = [
     ({"type": 3}, "#/type: 3 is no type"),
@@ -53,7 +55,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({**NAMED, "required": [], "dependencies": {"a": ["b"]}}, "#/dependencies"),
     ({**NAMED, "dependentSchemas": {"a": {"minProperties": 1}}}, "#/dependentSchemas"),
     ({"type": "array", "minContains": "x"}, "#/minContains is a number from 0 on"),
-    ({"properties": {"a/b": {"format": "credit-card"}}}, "#/properties/a~1b/format: 'credit-card' is not known; date, date-time"),
+    ({"properties": {"a/b": {"format": "uri-template"}}}, "#/properties/a~1b/format: no backend keeps to 'uri-template'; date, date-time"),
     ({"type": "object", "minProperties": 2, "additionalProperties": {"type": "null"}}, "#/minProperties: more than 1"),
     ({"items": {**NAMED, "required": ["a"], "maxProperties": 1}}, "#/items/maxProperties: no backend counts"),
     ({"type": "object", "patternProperties": {"^a$": {}}, "additionalProperties": False, "minProperties": 2}, "#/minProperties"),
