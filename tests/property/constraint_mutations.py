@@ -52,7 +52,7 @@ CONSTRAINT_MUTATIONS = [
         "an answer that never comes is waited for",
         "33: every wait has a bound",
         "checks",
-        "                if now_ns - bench.answers[check].since_ns < PATIENCE_NS:\n",
+        "                if now_ns - max(since, bench.heard_ns) < PATIENCE_NS and now_ns - since < LONGEST_NS:\n",
         "                if True:\n",
     ),
     Mutation(
