@@ -45,7 +45,7 @@ Weight = torch.Tensor | QuantizedWeight
 
 
 def stacked(parts: list[Weight]) -> Weight:
-    """Weights of several products over the same input as one. Raises ValueError where some are integers and others not, or differ in kind."""
+    """Weights of several products over the same input as one. Raises ValueError where they are of different kinds."""
     if len(parts) == 1:
         return parts[0]
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
