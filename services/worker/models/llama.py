@@ -15,9 +15,11 @@ import torch
 from libs.models.llama_config import LlamaConfig
 from services.worker.models.rope import rotation_table
 from services.worker.ops.base import HeadShape, LayerCache, Ops, PackedLinear, StepInputs, Value
+from services.worker.ops.quantized import QuantizedWeight, Weight, stacked
 
-# Gives a weight by its Hugging Face name, in the executor's dtype; None where the file has none.
-WeightSource = Callable[[str], torch.Tensor | None]
+# Gives a weight by its Hugging Face name, in the executor's dtype; None where the file has none. Weights of products may be integers. Those
+# of a head that is tied to the embedding are under the head's own name.
+WeightSource = Callable[[str], Weight | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class Llama:
         self._embedding = need("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self._layers = [_layer(config, need, ops, index) for index in range(config.num_hidden_layers)]
         self._norm = need("model.norm.weight", (config.hidden_size,))
-        head = self._embedding if config.tie_word_embeddings else need("lm_head.weight", (config.vocab_size, config.hidden_size))
+        tied = config.tie_word_embeddings
+        head = need.tied_head(self._embedding) if tied else need.product("lm_head.weight", (config.vocab_size, config.hidden_size))
         self._head = ops.pack_linear(head, None)
 
     def forward(self, inputs: StepInputs, cache: Sequence[LayerCache]) -> Value:
@@ -70,6 +73,14 @@ class _Needed:
         self._weights = weights
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A weight that must be floats."""
+        weight = self.product(name, shape)
+        if isinstance(weight, QuantizedWeight):
+            raise ValueError(f"{name} is integers, where only weights of products may be")
+        return weight
+
+    def product(self, name: str, shape: tuple[int, ...]) -> Weight:
+        """A product's weight."""
         weight = self._weights(name)
         if weight is None:
             raise KeyError(f"the weights hold no {name}")
@@ -77,16 +88,17 @@ class _Needed:
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, the configuration asks for {shape}")
         return weight
 
-    def joined(self, names: Sequence[str], widths: Sequence[int], inputs: int, *, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def tied_head(self, embedding: torch.Tensor) -> Weight:
+        """The embedding as the head's weight. A copy in the file does not count; integers are the loader's own, and do."""
+        weight = self._weights("lm_head.weight")
+        return weight if isinstance(weight, QuantizedWeight) else embedding
+
+    def joined(self, names: Sequence[str], widths: Sequence[int], inputs: int, *, bias: bool) -> tuple[Weight, torch.Tensor | None]:
         """Weights [sum of widths, inputs] of several products over the same input, and their biases."""
-        weight = _stacked([self(f"{name}.weight", (width, inputs)) for name, width in zip(names, widths, strict=True)])
+        weight = stacked([self.product(f"{name}.weight", (width, inputs)) for name, width in zip(names, widths, strict=True)])
         if not bias:
             return weight, None
-        return weight, _stacked([self(f"{name}.bias", (width,)) for name, width in zip(names, widths, strict=True)])
-
-
-def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return weight, torch.cat([self(f"{name}.bias", (width,)) for name, width in zip(names, widths, strict=True)])
 
 
 def _layer(config: LlamaConfig, need: _Needed, ops: Ops, index: int) -> Layer:

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from services.worker.ops.quantized import Weight
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
@@ -80,8 +82,8 @@ class Ops(Protocol):
 
     name: str
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-        """Prepares a weight [out, in] and a bias [out] for `linear`; called while loading."""
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None) -> PackedLinear:
+        """Prepares a weight [out, in], floats or integers, and a bias [out] for `linear`; called while loading."""
         ...
 
     def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:

@@ -18,6 +18,7 @@ from libs.errors import ErrorCode, TokenloomError
 from services.worker.ops.base import Forward, HeadShape, LayerCache, PackedLinear, Step, StepInputs
 from services.worker.ops.native import CpuLibrary, Program, Team
 from services.worker.ops.packing import Panels, pack
+from services.worker.ops.quantized import Weight
 from services.worker.ops.recording import Instruction, Kind, Recording, Rows, Value
 
 MAX_HEAD_DIM = 256
@@ -46,7 +47,7 @@ class CpuOps:
         self._recording: Recording | None = None
         self._inputs: StepInputs | None = None
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None) -> PackedLinear:
         """See Ops."""
         return pack(weight, bias)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from libs.errors import ErrorCode, TokenloomError
+from services.worker.ops.quantized import QuantizedWeight, Weight
 
 PANEL = 32
 
@@ -21,8 +22,10 @@ class Panels:
     inputs: int
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Panels:
+def pack(weight: Weight, bias: torch.Tensor | None) -> Panels:
     """Copies a float32 weight [outputs, inputs] into panels; outputs beyond the last are zero. Raises TokenloomError(UNSUPPORTED)."""
+    if isinstance(weight, QuantizedWeight):
+        raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels have no products of {weight.bits} bits; --kernels reference has")
     if weight.dtype is not torch.float32 or (bias is not None and bias.dtype is not torch.float32):
         raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels take weights of float32, not {weight.dtype}")
     outputs, inputs = weight.shape

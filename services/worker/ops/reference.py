@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from services.worker.ops.base import Forward, HeadShape, LayerCache, PackedLinear, Step, StepInputs
+from services.worker.ops.quantized import QuantizedWeight, Weight
 
 _PADDED_ROWS = (8, 12)
 
@@ -36,9 +37,10 @@ class ReferenceOps:
         self._padded_rows = _PADDED_ROWS if batch_invariant else ()
         self._headed: tuple[torch.Tensor, Linear] | None = None
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
-        """See Ops: nothing to prepare."""
-        return Linear(weight.contiguous(), bias)
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None) -> PackedLinear:
+        """See Ops: nothing to prepare. Integers become the floats that they stand for: activations stay floats here."""
+        floats = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+        return Linear(floats.contiguous(), bias)
 
     def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:
         """See Ops: each step runs the model's Python."""
