@@ -112,15 +112,15 @@ def family(ops: Ops, shapes: Shapes, seed: int = 0) -> Forward:
     def weight(out: int, into: int) -> torch.Tensor:
         return randn(out, into, seed=next(seeds)) / into**0.5
 
-    def packed(out: int, into: int) -> Value:
-        return ops.pack_linear(weight(out, into), randn(out, seed=next(seeds)) if shapes.bias else None)
+    def packed(out: int, into: int, gated: bool = False) -> Value:
+        return ops.pack_linear(weight(out, into), randn(out, seed=next(seeds)) if shapes.bias else None, gated=gated)
 
     queries = heads.query_heads * heads.head_dim
     layers = [
         {
             "qkv": packed(queries + 2 * heads.kv_heads * heads.head_dim, hidden),
             "output": packed(hidden, queries),
-            "gate_up": packed(2 * shapes.inner, hidden),
+            "gate_up": packed(2 * shapes.inner, hidden, gated=True),
             "down": packed(hidden, shapes.inner),
             "norm": randn(hidden, seed=next(seeds)),
         }
@@ -131,15 +131,13 @@ def family(ops: Ops, shapes: Shapes, seed: int = 0) -> Forward:
     head = ops.pack_linear(table if shapes.tied else weight(shapes.vocabulary, hidden), None)
 
     def forward(inputs: StepInputs, cache: Sequence[LayerCache]) -> Value:
-        x, residual = ops.embedding(inputs.token_ids, table), None
+        x = ops.embedding(inputs.token_ids, table)
         for layer, layer_cache in zip(layers, cache, strict=True):
-            x, residual = ops.add_norm(x, residual, layer["norm"], 1e-5)
-            rotated = ops.rope_and_cache(ops.linear(x, layer["qkv"]), rotations, layer_cache, inputs, heads)
-            x = ops.linear(ops.attention(rotated, layer_cache, inputs, heads, heads.head_dim**-0.5), layer["output"])
-            x, residual = ops.add_norm(x, residual, layer["norm"], 1e-5)
-            x = ops.linear(ops.gated_activation(ops.linear(x, layer["gate_up"])), layer["down"])
-        x, _ = ops.add_norm(x, residual, layers[0]["norm"], 1e-5)
-        return ops.head(x, inputs.sampled, head)
+            qkv = ops.linear(ops.norm(x, layer["norm"], 1e-5), layer["qkv"])
+            rotated = ops.rope_and_cache(qkv, rotations, layer_cache, inputs, heads)
+            x = ops.linear(ops.attention(rotated, layer_cache, inputs, heads, heads.head_dim**-0.5), layer["output"], residual=x)
+            x = ops.linear(ops.linear(ops.norm(x, layer["norm"], 1e-5), layer["gate_up"]), layer["down"], residual=x)
+        return ops.head(ops.norm(x, layers[0]["norm"], 1e-5), inputs.sampled, head)
 
     return forward
 

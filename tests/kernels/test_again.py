@@ -75,7 +75,7 @@ def test_a_program_that_goes_on_with_all_tokens_has_nothing_to_repeat(best: CpuL
     def forward(inputs: StepInputs, cache: Sequence[LayerCache]) -> Value:
         x = executor.embedding(inputs.token_ids, table)
         logits = executor.head(x, inputs.sampled, head)
-        executor.add_norm(x, None, randn(8), 1e-5)
+        executor.norm(x, randn(8), 1e-5)
         return logits
 
     step = executor.bind(forward, [], 4)

@@ -43,40 +43,39 @@ def test_logits_are_those_of_the_tokens_asked_for(ops: CpuOps, sampled: list[int
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 576), (70, 100), (3, 7)])
 def test_norms_match_the_reference(ops: CpuOps, rows: int, width: int):
     x, weight = randn(rows, width, seed=6), randn(width, seed=8)
-    expected, _ = REFERENCE.add_norm(x, None, weight, 1e-5)
-    actual = apply(ops, lambda ops, value: ops.add_norm(value, None, weight, 1e-5)[0], x)
-    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+    actual = apply(ops, lambda ops, value: ops.norm(value, weight, 1e-5), x)
+    torch.testing.assert_close(actual, REFERENCE.norm(x, weight, 1e-5), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 576), (70, 100), (3, 7)])
-def test_norms_of_sums_match_the_reference_and_give_the_sum(ops: CpuOps, rows: int, width: int):
-    x, residual, weight = randn(rows, width, seed=6), randn(rows, width, seed=7), randn(width, seed=8)
-    expected, sums = REFERENCE.add_norm(x, residual, weight, 1e-5)
-    results = []
-    for part in range(2):
-        step = ops.bind(
-            lambda inputs, cache, part=part: ops.add_norm(
-                ops.embedding(inputs.token_ids, x), ops.embedding(inputs.token_ids, residual), weight, 1e-5
-            )[part],
-            [],
-            rows,
-        )
-        results.append(step(one_row_each(rows)).clone())
-    torch.testing.assert_close(results[0], expected, atol=1e-6, rtol=1e-5)
-    assert torch.equal(results[1], sums)
+@pytest.mark.parametrize(("rows", "width", "inputs"), [(1, 16, 1), (5, 96, 600), (70, 100, 33), (3, 7, 5), (2, 17, 257)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gated_products_match_the_reference(ops: CpuOps, rows: int, width: int, inputs: int, with_bias: bool):
+    x, weight, bias = randn(rows, inputs, seed=9), randn(2 * width, inputs, seed=1), randn(2 * width, seed=2) if with_bias else None
+    expected = REFERENCE.linear(x.double(), REFERENCE.pack_linear(weight.double(), None if bias is None else bias.double(), gated=True))
+    packed = ops.pack_linear(weight, bias, gated=True)
+    actual = apply(ops, lambda ops, value: ops.linear(value, packed), x)
+    torch.testing.assert_close(actual.double(), expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 1536), (70, 100), (2, 7)])
-def test_activations_match_the_reference_at_both_ends(ops: CpuOps, rows: int, width: int):
-    gate_up = randn(rows, 2 * width, seed=9) * 6
-    gate_up[0, 0], gate_up[0, 1] = 200.0, -200.0
-    actual = apply(ops, lambda ops, value: ops.gated_activation(value), gate_up)
-    torch.testing.assert_close(actual, REFERENCE.gated_activation(gate_up), atol=1e-6, rtol=2e-6)
+def test_gates_at_both_ends_neither_overflow_nor_round(ops: CpuOps):
+    packed = ops.pack_linear(torch.eye(40)[torch.arange(80) % 40], None, gated=True)
+    gates = randn(3, 40, seed=9) * 6
+    gates[0, 0], gates[0, 1] = 200.0, -200.0
+    actual = apply(ops, lambda ops, value: ops.linear(value, packed), gates)
+    torch.testing.assert_close(actual, torch.nn.functional.silu(gates) * gates, atol=1e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (14, 48), (9, 100), (2, 7)])
+def test_a_residual_is_added_last_in_float32(ops: CpuOps, rows: int, width: int, gated: bool):
+    x, packed = randn(rows, width, seed=3), ops.pack_linear(randn((1 + gated) * width, width, seed=1), None, gated=gated)
+    alone = apply(ops, lambda ops, value: ops.linear(value, packed), x)
+    assert torch.equal(apply(ops, lambda ops, value: ops.linear(value, packed, residual=value), x), x + alone)
 
 
 def test_what_is_not_finite_stays_so_and_keeps_to_its_row(ops: CpuOps):
     x, packed = randn(6, 32, seed=1), ops.pack_linear(randn(40, 32, seed=2), None)
     x[2, 7], x[4, 3] = float("nan"), float("inf")
     norm = torch.ones(32)
-    result = apply(ops, lambda ops, value: ops.linear(ops.add_norm(value, None, norm, 1e-5)[0], packed), x)
+    result = apply(ops, lambda ops, value: ops.linear(ops.norm(value, norm, 1e-5), packed), x)
     assert torch.isfinite(result).all(dim=1).tolist() == [True, True, False, True, False, True]

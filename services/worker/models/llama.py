@@ -55,15 +55,14 @@ class Llama:
     def forward(self, inputs: StepInputs, cache: Sequence[LayerCache]) -> Value:
         """Computes every token of the step, writes its K and V into `cache` (one entry a layer); logits, float32 [S, vocabulary]."""
         ops, heads = self._ops, self._heads
-        x, residual = ops.embedding(inputs.token_ids, self._embedding), None
+        x = ops.embedding(inputs.token_ids, self._embedding)
         for layer, layer_cache in zip(self._layers, cache, strict=True):
-            x, residual = ops.add_norm(x, residual, layer.input_norm, self._epsilon)
-            queries = ops.rope_and_cache(ops.linear(x, layer.qkv), self._rotations, layer_cache, inputs, heads)
-            x = ops.linear(ops.attention(queries, layer_cache, inputs, heads, self._scale), layer.output)
-            x, residual = ops.add_norm(x, residual, layer.post_norm, self._epsilon)
-            x = ops.linear(ops.gated_activation(ops.linear(x, layer.gate_up)), layer.down)
-        x, _ = ops.add_norm(x, residual, self._norm, self._epsilon)
-        return ops.head(x, inputs.sampled, self._head)
+            qkv = ops.linear(ops.norm(x, layer.input_norm, self._epsilon), layer.qkv)
+            queries = ops.rope_and_cache(qkv, self._rotations, layer_cache, inputs, heads)
+            x = ops.linear(ops.attention(queries, layer_cache, inputs, heads, self._scale), layer.output, residual=x)
+            inner = ops.linear(ops.norm(x, layer.post_norm, self._epsilon), layer.gate_up)
+            x = ops.linear(inner, layer.down, residual=x)
+        return ops.head(ops.norm(x, self._norm, self._epsilon), inputs.sampled, self._head)
 
 
 class _Needed:
@@ -107,14 +106,14 @@ def _layer(config: LlamaConfig, need: _Needed, ops: Ops, index: int) -> Layer:
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
 
-    def packed(names: Sequence[str], widths: Sequence[int], inputs: int, bias: bool) -> PackedLinear:
-        return ops.pack_linear(*need.joined(names, widths, inputs, bias=bias))
+    def packed(names: Sequence[str], widths: Sequence[int], inputs: int, bias: bool, gated: bool = False) -> PackedLinear:
+        return ops.pack_linear(*need.joined(names, widths, inputs, bias=bias), gated=gated)
 
     return Layer(
         input_norm=need(f"{prefix}.input_layernorm.weight", (hidden,)),
         qkv=packed([f"{attention}.{name}_proj" for name in "qkv"], [queries, keys, keys], hidden, config.attention_bias),
         output=packed([f"{attention}.o_proj"], [hidden], queries, config.attention_bias),
         post_norm=need(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        gate_up=packed([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, config.mlp_bias),
+        gate_up=packed([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [inner, inner], hidden, config.mlp_bias, gated=True),
         down=packed([f"{mlp}.down_proj"], [hidden], inner, config.mlp_bias),
     )

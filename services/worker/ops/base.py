@@ -1,4 +1,4 @@
-"""What a model may ask of an executor: seven fused operations over the flattened tokens of one step.
+"""What a model may ask of an executor: six fused operations over the flattened tokens of one step.
 
 A step is ragged: the rows of a batch lie one after the other without padding, prefill chunks and decodes alike.
 
@@ -82,8 +82,11 @@ class Ops(Protocol):
 
     name: str
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None) -> PackedLinear:
-        """Prepares a weight [out, in], floats or integers, and a bias [out] for `linear`; called while loading."""
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None, *, gated: bool = False) -> PackedLinear:
+        """Prepares a weight [out, in], floats or integers, and a bias [out] for `linear`; called while loading.
+
+        gated: the weight is [2 I, in], gates first and then as many outputs that they gate. Raises TokenloomError(UNSUPPORTED).
+        """
         ...
 
     def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:
@@ -97,12 +100,15 @@ class Ops(Protocol):
         """Rows [T, H] of `weight` [vocabulary, H]."""
         ...
 
-    def linear(self, x: Value, packed: PackedLinear) -> Value:
-        """x [T, in] times the packed weight, plus its bias: [T, out]."""
+    def linear(self, x: Value, packed: PackedLinear, residual: Value | None = None) -> Value:
+        """x [T, in] times the packed weight, plus its bias: [T, out]; of a gated weight silu(gate) * up, [T, I] (Shazeer 2020).
+
+        residual: added to that at last.
+        """
         ...
 
-    def add_norm(self, x: Value, residual: Value | None, weight: torch.Tensor, epsilon: float) -> tuple[Value, Value]:
-        """RMS norm (Zhang, Sennrich 2019) of the sum x + residual, and that sum, both [T, H]. Without residual the sum is x."""
+    def norm(self, x: Value, weight: torch.Tensor, epsilon: float) -> Value:
+        """RMS norm (Zhang, Sennrich 2019) of x [T, H]."""
         ...
 
     def rope_and_cache(self, qkv: Value, rotations: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape) -> Value:
@@ -114,10 +120,6 @@ class Ops(Protocol):
 
     def attention(self, queries: Value, cache: LayerCache, inputs: StepInputs, heads: HeadShape, scale: float) -> Value:
         """Causal attention of each row over its own blocks, which already hold this step's K and V: [T, Q * D]."""
-        ...
-
-    def gated_activation(self, gate_up: Value) -> Value:
-        """silu(gate) * up of [T, 2 I] (gate first): [T, I]."""
         ...
 
     def head(self, x: Value, sampled: torch.Tensor, packed: PackedLinear) -> Value:

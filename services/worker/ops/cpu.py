@@ -47,9 +47,9 @@ class CpuOps:
         self._recording: Recording | None = None
         self._inputs: StepInputs | None = None
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None) -> PackedLinear:
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None, *, gated: bool = False) -> PackedLinear:
         """See Ops."""
-        return pack(weight, bias)
+        return pack(weight, bias, gated=gated)
 
     def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:
         """See Ops: records `forward` and builds the program."""
@@ -70,26 +70,23 @@ class CpuOps:
         _check_weight(weight, (None, None))
         return self._add(Instruction(Kind.EMBEDDING, Value(Rows.TOKENS, weight.shape[1]), weight=weight))
 
-    def linear(self, x: Value, packed: PackedLinear) -> Value:
+    def linear(self, x: Value, packed: PackedLinear, residual: Value | None = None) -> Value:
         """See Ops."""
         self._require(isinstance(packed, Panels), "a product whose weight these operations did not pack")
         _check_value(x, packed.inputs)
+        to = Value(x.rows, packed.outputs)
+        if residual is not None:
+            _check_value(residual, to.width)
+            self._require(residual.rows is to.rows, "a sum of all tokens with sampled ones")
         return self._add(
-            Instruction(Kind.LINEAR, Value(x.rows, packed.outputs), source=x, weight=packed.panels, bias=packed.bias),
+            Instruction(Kind.LINEAR, to, source=x, residual=residual, gated=packed.gated, weight=packed.panels, bias=packed.bias),
         )
 
-    def add_norm(self, x: Value, residual: Value | None, weight: torch.Tensor, epsilon: float) -> tuple[Value, Value]:
+    def norm(self, x: Value, weight: torch.Tensor, epsilon: float) -> Value:
         """See Ops."""
         _check_value(x, None)
         _check_weight(weight, (x.width,))
-        if residual is None:
-            return self._add(Instruction(Kind.ADD_NORM, Value(x.rows, x.width), source=x, weight=weight, number=epsilon)), x
-        _check_value(residual, x.width)
-        self._require(residual.rows is x.rows, "a sum of all tokens with sampled ones")
-        total = Value(x.rows, x.width)
-        normed = Value(x.rows, x.width)
-        self._add(Instruction(Kind.ADD_NORM, normed, source=x, residual=residual, total=total, weight=weight, number=epsilon))
-        return normed, total
+        return self._add(Instruction(Kind.NORM, Value(x.rows, x.width), source=x, weight=weight, number=epsilon))
 
     def rope_and_cache(self, qkv: Value, rotations: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape) -> Value:
         """See Ops."""
@@ -103,12 +100,6 @@ class CpuOps:
         width = heads.query_heads * heads.head_dim
         self._check_attention(queries, width, cache, inputs, heads)
         return self._add(Instruction(Kind.ATTENTION, Value(Rows.TOKENS, width), source=queries, cache=cache, heads=heads, number=scale))
-
-    def gated_activation(self, gate_up: Value) -> Value:
-        """See Ops."""
-        _check_value(gate_up, None)
-        self._require(gate_up.width % 2 == 0, f"a gate and what it gates in {gate_up.width} columns")
-        return self._add(Instruction(Kind.ACTIVATION, Value(gate_up.rows, gate_up.width // 2), source=gate_up))
 
     def head(self, x: Value, sampled: torch.Tensor, packed: PackedLinear) -> Value:
         """See Ops."""

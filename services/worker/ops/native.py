@@ -29,7 +29,7 @@ class _Instruction(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "keys", "values")),
-        *((name, ctypes.c_int32) for name in ("kind", "sampled", "source", "residual", "to", "total", "inputs", "outputs", "bound")),
+        *((name, ctypes.c_int32) for name in ("kind", "sampled", "source", "residual", "to", "gated", "inputs", "outputs", "bound")),
         *((name, ctypes.c_int32) for name in ("blocks", "query_heads", "kv_heads", "head_dim")),
         ("number", ctypes.c_float),
     ]
@@ -198,7 +198,7 @@ def _mirror(item: Instruction, plan: Plan) -> _Instruction:
         place(item.source),
         place(item.residual),
         place(item.to),
-        place(item.total),
+        item.gated,
         0 if item.source is None else item.source.width,
         item.to.width,
         0 if item.weight is None else item.weight.shape[0],

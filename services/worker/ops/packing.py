@@ -14,24 +14,44 @@ PANEL = 32
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A weight [outputs, inputs] in panels of 32 outputs, [panels, inputs, 32], and its bias, padded alike; see linear.h."""
+    """A weight in panels of 32 outputs, [panels, inputs, 32], and its bias, padded alike; see linear.h.
+
+    outputs  columns of the product's result; where `gated`, half as many as the weight's
+    """
 
     panels: torch.Tensor
     bias: torch.Tensor | None
     outputs: int
     inputs: int
+    gated: bool
 
 
-def pack(weight: Weight, bias: torch.Tensor | None) -> Panels:
-    """Copies a float32 weight [outputs, inputs] into panels; outputs beyond the last are zero. Raises TokenloomError(UNSUPPORTED)."""
+def paired(tensor: torch.Tensor) -> torch.Tensor:
+    """[2 I, ...], gates and then what they gate, as [panels * 32, ...]: 16 gates, then their 16 partners, and so on; zero beyond the last.
+
+    For a weight, its bias, or anything that it has for each output. Raises TokenloomError(UNSUPPORTED) for an odd number of them.
+    """
+    if tensor.shape[0] % 2:
+        raise TokenloomError(ErrorCode.UNSUPPORTED, f"gates and what they gate in {tensor.shape[0]} outputs")
+    half, rest = tensor.shape[0] // 2, tensor.shape[1:]
+    panels = -(-half // (PANEL // 2))
+    filled = tensor.new_zeros(2, panels * (PANEL // 2), *rest)
+    filled[:, :half] = tensor.view(2, half, *rest)
+    return filled.view(2, panels, PANEL // 2, *rest).transpose(0, 1).reshape(panels * PANEL, *rest)
+
+
+def pack(weight: Weight, bias: torch.Tensor | None, *, gated: bool = False) -> Panels:
+    """Copies a float32 weight [out, in] into panels; outputs beyond the last are zero. Raises TokenloomError(UNSUPPORTED)."""
     if isinstance(weight, QuantizedWeight):
         raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels have no products of {weight.bits} bits; --kernels reference has")
     if weight.dtype is not torch.float32 or (bias is not None and bias.dtype is not torch.float32):
         raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels take weights of float32, not {weight.dtype}")
     outputs, inputs = weight.shape
-    missing = -outputs % PANEL
+    if gated:
+        outputs, weight, bias = outputs // 2, paired(weight), None if bias is None else paired(bias)
+    missing = -weight.shape[0] % PANEL
     if missing:
         weight = torch.nn.functional.pad(weight, (0, 0, 0, missing))
         bias = None if bias is None else torch.nn.functional.pad(bias, (0, missing))
     panels = weight.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
-    return Panels(panels, None if bias is None else bias.contiguous(), outputs, inputs)
+    return Panels(panels, None if bias is None else bias.contiguous(), outputs, inputs, gated)

@@ -28,10 +28,9 @@ class Kind(enum.IntEnum):
     EMBEDDING = 0
     GATHER = 1
     LINEAR = 2
-    ADD_NORM = 3
+    NORM = 3
     ROPE_CACHE = 4
     ATTENTION = 5
-    ACTIVATION = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +48,8 @@ class Value:
 class Instruction:
     """One operation. `source` is what it reads (an embedding reads the step's token ids alone), `to` what it writes.
 
-    residual, total  the norm's second operand and the sum of both; None without
+    residual         what is added to a product; None without
+    gated            a product of gates and what they gate, half as wide as its weight
     weight, bias     packed panels and bias of a product, table of an embedding, weight of a norm, rotations; None without
     cache, heads     of attention and of the rotation that precedes it; None elsewhere
     number           epsilon of a norm, scale of attention
@@ -59,7 +59,7 @@ class Instruction:
     to: Value
     source: Value | None = None
     residual: Value | None = None
-    total: Value | None = None
+    gated: bool = False
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     cache: LayerCache | None = None
@@ -74,7 +74,7 @@ class Instruction:
     @property
     def writes(self) -> tuple[Value, ...]:
         """Values it makes."""
-        return tuple(value for value in (self.to, self.total) if value is not None)
+        return (self.to,)
 
 
 @dataclass(slots=True)

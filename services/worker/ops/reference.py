@@ -22,10 +22,11 @@ _PADDED_ROWS = (8, 12)
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight [out, in] as it is, and its bias [out]."""
+    """A weight [out, in] as it is, and its bias [out]; `gated` as in Ops."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    gated: bool = False
 
 
 class ReferenceOps:
@@ -37,10 +38,10 @@ class ReferenceOps:
         self._padded_rows = _PADDED_ROWS if batch_invariant else ()
         self._headed: tuple[torch.Tensor, Linear] | None = None
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None) -> PackedLinear:
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None, *, gated: bool = False) -> PackedLinear:
         """See Ops: nothing to prepare. Integers become the floats that they stand for: activations stay floats here."""
         floats = weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
-        return Linear(floats.contiguous(), bias)
+        return Linear(floats.contiguous(), bias, gated)
 
     def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:
         """See Ops: each step runs the model's Python."""
@@ -50,8 +51,16 @@ class ReferenceOps:
         """See Ops."""
         return functional.embedding(token_ids, weight)
 
-    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-        """See Ops, and the module about padding."""
+    def linear(self, x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See Ops."""
+        product = self._product(x, packed)
+        if packed.gated:
+            gate, up = product.chunk(2, dim=-1)
+            product = functional.silu(gate) * up
+        return product if residual is None else residual + product
+
+    def _product(self, x: torch.Tensor, packed: Linear) -> torch.Tensor:
+        """x times the weight, plus the bias; see the module about padding."""
         rows = x.shape[0]
         padded = next((size for size in self._padded_rows if rows <= size), rows)
         if padded == rows:
@@ -60,14 +69,11 @@ class ReferenceOps:
         wide[:rows] = x
         return functional.linear(wide, packed.weight, packed.bias)[:rows]
 
-    def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Ops; the norm in float32."""
-        total = x if residual is None else x + residual
-        wide = total.float()
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """See Ops; in float32."""
+        wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + epsilon)
-        return weight * scaled.to(x.dtype), total
+        return weight * scaled.to(x.dtype)
 
     def rope_and_cache(
         self, qkv: torch.Tensor, rotations: torch.Tensor, cache: LayerCache, inputs: StepInputs, heads: HeadShape
@@ -101,11 +107,6 @@ class ReferenceOps:
             weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
             output[rows] = _weighted(weights, values.float(), positions).to(queries.dtype)
         return output.view(queries.shape[0], -1)
-
-    def gated_activation(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
 
     def head(self, x: torch.Tensor, sampled: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """See Ops."""

@@ -17,8 +17,7 @@ def programs(draw: st.DrawFn) -> tuple[list[Instruction], Value]:
     for _ in range(draw(st.integers(0, 25))):
         source, residual = (made[draw(st.integers(0, len(made) - 1))] for _ in range(2))
         to = Value(draw(st.sampled_from(Rows)), draw(st.integers(1, 9)))
-        total = Value(to.rows, draw(st.integers(1, 9))) if draw(st.booleans()) else None
-        instructions.append(Instruction(Kind.ADD_NORM, to, source=source, residual=residual, total=total))
+        instructions.append(Instruction(Kind.LINEAR, to, source=source, residual=residual if draw(st.booleans()) else None))
         made += instructions[-1].writes
     return instructions, made[draw(st.integers(0, len(made) - 1))]
 

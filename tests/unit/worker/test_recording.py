@@ -48,17 +48,16 @@ def test_a_models_operations_become_instructions_in_their_order(recorder: Record
     head = ops.pack_linear(torch.zeros(10, 64), None)
 
     def forward(inputs: StepInputs, cache: Sequence[LayerCache]) -> Value:
-        x, residual = ops.add_norm(ops.embedding(inputs.token_ids, TABLE), None, torch.ones(64), 1e-5)
-        queries = ops.rope_and_cache(x, torch.zeros(8, 16), cache[0], inputs, HEADS)
-        x = ops.linear(ops.attention(queries, cache[0], inputs, HEADS, 0.25), packed)
-        x, residual = ops.add_norm(x, residual, torch.ones(64), 1e-5)
-        return ops.head(x, inputs.sampled, head)
+        x = ops.embedding(inputs.token_ids, TABLE)
+        queries = ops.rope_and_cache(ops.norm(x, torch.ones(64), 1e-5), torch.zeros(8, 16), cache[0], inputs, HEADS)
+        x = ops.linear(ops.attention(queries, cache[0], inputs, HEADS, 0.25), packed, residual=x)
+        return ops.head(ops.norm(x, torch.ones(64), 1e-5), inputs.sampled, head)
 
     ops.bind(forward, [layer_cache()], 8)
-    expected = [Kind.EMBEDDING, Kind.ADD_NORM, Kind.ROPE_CACHE, Kind.ATTENTION, Kind.LINEAR, Kind.ADD_NORM, Kind.GATHER, Kind.LINEAR]
+    expected = [Kind.EMBEDDING, Kind.NORM, Kind.ROPE_CACHE, Kind.ATTENTION, Kind.LINEAR, Kind.NORM, Kind.GATHER, Kind.LINEAR]
     assert recorder.kinds() == expected
     made = recorder.recordings[-1].instructions
-    assert made[5].residual is made[0].to
+    assert made[4].residual is made[0].to
     assert (made[7].to.rows, made[7].to.width) == (Rows.SAMPLED, 10)
 
 
@@ -71,16 +70,17 @@ REFUSED: dict[str, tuple[Callable[[CpuOps, StepInputs, LayerCache, Value], objec
     "a branch on an input": (lambda ops, inputs, cache, x: 1 if inputs.token_ids else 2, r"token_ids is not known"),
     "other ids": (lambda ops, inputs, cache, x: ops.embedding(inputs.positions, TABLE), r"the step's token ids"),
     "another result": (lambda ops, inputs, cache, x: torch.zeros(1), r"result is a Tensor"),
-    "a tensor": (lambda ops, inputs, cache, x: ops.gated_activation(TABLE), r"a Tensor, which no operation computed"),
+    "a tensor": (lambda ops, inputs, cache, x: ops.norm(TABLE, torch.ones(64), 1e-5), r"a Tensor, which no operation computed"),
     "a wrong width": (lambda ops, inputs, cache, x: ops.linear(x, ops.pack_linear(WIDE, None)), r"64 columns that takes 32"),
     "a foreign weight": (lambda ops, inputs, cache, x: ops.linear(x, WIDE), r"did not pack"),
-    "a wrong norm": (lambda ops, inputs, cache, x: ops.add_norm(x, None, torch.ones(63), 1e-5), r"shape \(63,\)"),
+    "a wrong norm": (lambda ops, inputs, cache, x: ops.norm(x, torch.ones(63), 1e-5), r"shape \(63,\)"),
     "a strided table": (lambda ops, inputs, cache, x: ops.embedding(inputs.token_ids, torch.zeros(64, 10).t()), r"layout"),
-    "a 16-bit norm": (lambda ops, inputs, cache, x: ops.add_norm(x, None, torch.ones(64).half(), 1e-5), r"float16"),
+    "a 16-bit norm": (lambda ops, inputs, cache, x: ops.norm(x, torch.ones(64).half(), 1e-5), r"float16"),
     "a 16-bit product": (lambda ops, inputs, cache, x: ops.pack_linear(WIDE.half(), None), r"float16"),
-    "an odd gate": (
-        lambda ops, inputs, cache, x: ops.gated_activation(ops.linear(x, ops.pack_linear(torch.zeros(3, 64), None))),
-        r"3 columns",
+    "an odd gate": (lambda ops, inputs, cache, x: ops.pack_linear(torch.zeros(3, 64), None, gated=True), r"3 outputs"),
+    "a residual of another width": (
+        lambda ops, inputs, cache, x: ops.linear(x, ops.pack_linear(torch.zeros(10, 64), None), residual=x),
+        r"64 columns that takes 10",
     ),
     "heads that are too many": (
         lambda ops, inputs, cache, x: ops.attention(x, cache, inputs, HeadShape(64, 1, 16), 1.0),
@@ -109,8 +109,10 @@ REFUSED: dict[str, tuple[Callable[[CpuOps, StepInputs, LayerCache, Value], objec
         r"picked before",
     ),
     "a sum of all and some": (
-        lambda ops, inputs, cache, x: ops.add_norm(
-            x, ops.head(x, inputs.sampled, ops.pack_linear(torch.zeros(64, 64), None)), torch.ones(64), 1e-5
+        lambda ops, inputs, cache, x: ops.linear(
+            x,
+            ops.pack_linear(torch.zeros(64, 64), None),
+            residual=ops.head(x, inputs.sampled, ops.pack_linear(torch.zeros(64, 64), None)),
         ),
         r"all tokens with sampled ones",
     ),
@@ -139,7 +141,7 @@ def test_operations_outside_of_a_recording_are_refused(recorder: Recorder):
 
     recorder.ops.bind(forward, [], 8)
     with pytest.raises(TokenloomError, match="outside of `bind`"):
-        recorder.ops.gated_activation(kept[0])
+        recorder.ops.norm(kept[0], torch.ones(64), 1e-5)
 
 
 def test_a_value_of_another_recording_is_no_result(recorder: Recorder):
@@ -159,7 +161,7 @@ def test_values_of_another_recording_are_no_operands(recorder: Recorder):
 
     def forward(inputs: StepInputs, cache: Sequence[LayerCache]) -> Value:
         kept.append(recorder.ops.embedding(inputs.token_ids, TABLE))
-        return recorder.ops.gated_activation(kept[0])
+        return recorder.ops.norm(kept[0], torch.ones(64), 1e-5)
 
     recorder.ops.bind(forward, [], 8)
     with pytest.raises(TokenloomError, match="of another recording"):

@@ -1,4 +1,4 @@
-// What happens between the products: gathered rows, norm, rotation and cache write, gated activation. Each token by itself.
+// What happens between the products: gathered rows, norm, rotation and cache write. Each token by itself.
 #pragma once
 
 #include <cmath>
@@ -16,23 +16,17 @@ void gather(const tokenloom::Gather &args, Range rows) {
         std::memcpy(args.out + row * width, args.from + args.indices[row] * width, width * sizeof(float));
 }
 
-void add_norm(const tokenloom::AddNorm &args, Range rows) {
+void norm(const tokenloom::Norm &args, Range rows) {
     const int width = args.width, whole = width / kLanes * kLanes;
     for (int row = rows.first; row < rows.last; ++row) {
-        const float *total = args.x + (int64_t)row * width;
-        if (args.residual) {
-            const float *residual = args.residual + (int64_t)row * width;
-            float *out = args.total + (int64_t)row * width;
-            for (int i = 0; i < width; ++i) out[i] = total[i] + residual[i];
-            total = out;
-        }
+        const float *x = args.x + (int64_t)row * width;
         Lanes squares = kZero;
-        for (int i = 0; i < whole; i += kLanes) squares += TOKENLOOM_CONST_LANES(total + i) * TOKENLOOM_CONST_LANES(total + i);
+        for (int i = 0; i < whole; i += kLanes) squares += TOKENLOOM_CONST_LANES(x + i) * TOKENLOOM_CONST_LANES(x + i);
         float sum = sum_of(&squares);
-        for (int i = whole; i < width; ++i) sum += total[i] * total[i];
+        for (int i = whole; i < width; ++i) sum += x[i] * x[i];
         const float factor = 1.0f / std::sqrt(sum / width + args.epsilon);
         float *normed = args.normed + (int64_t)row * width;
-        for (int i = 0; i < width; ++i) normed[i] = args.weight[i] * (total[i] * factor);
+        for (int i = 0; i < width; ++i) normed[i] = args.weight[i] * (x[i] * factor);
     }
 }
 
@@ -60,34 +54,6 @@ void rope_cache(const tokenloom::RopeCache &args, Range tokens) {
             rotate(key, rotation, dim / 2, keys, kBlock);
             for (int i = 0; i < dim; ++i) values[i] = value[i];
         }
-    }
-}
-
-// silu(gate) * up, the sigmoid from e^-|gate| so that it never overflows.
-TOKENLOOM_INLINE void gated(const Lanes *gate, const Lanes *up, Lanes *out) {
-    const IntLanes negative = *gate < kZero;
-    Lanes power = negative ? *gate : -*gate;
-    exp_in_place(&power);
-    const Lanes sigmoid = (negative ? power : kOne) / (1.0f + power);
-    *out = *gate * sigmoid * *up;
-}
-
-void activation(const tokenloom::Activation &args, Range rows) {
-    const int width = args.width, whole = width / kLanes * kLanes;
-    for (int row = rows.first; row < rows.last; ++row) {
-        const float *gates = args.gate_up + (int64_t)row * 2 * width, *ups = gates + width;
-        float *out = args.out + (int64_t)row * width;
-        for (int i = 0; i < whole; i += kLanes) {
-            const Lanes gate = TOKENLOOM_CONST_LANES(gates + i), up = TOKENLOOM_CONST_LANES(ups + i);
-            Lanes result;
-            gated(&gate, &up, &result);
-            TOKENLOOM_LANES(out + i) = result;
-        }
-        if (whole == width) continue;
-        Lanes gate = kZero, up = kZero, result;
-        for (int i = whole; i < width; ++i) gate[i - whole] = gates[i], up[i - whole] = ups[i];
-        gated(&gate, &up, &result);
-        for (int i = whole; i < width; ++i) out[i] = result[i - whole];
     }
 }
 

@@ -42,20 +42,33 @@ struct Attention {
     float scale;
 };
 
-struct Linear {
-    float *out;           // [rows, outputs]
-    const float *x;       // [rows, inputs]
-    const float *panels;  // [ceil(outputs / kPanel), inputs, kPanel]; columns beyond `outputs` are zero
-    const float *bias;    // [ceil(outputs / kPanel) * kPanel], or null
-    int32_t outputs, inputs;
+// What a product's sums become. Panels lie side by side, kPanel sums each. Where `gated`, the first half of a panel are gates and the second
+// half what they gate, and the result is silu(gate) * gated: kPanel / 2 columns of a panel.
+struct Epilogue {
+    float *out;             // [rows, width]; what panels have beyond `width` is not written
+    const float *residual;  // [rows, width], added to the result; or null
+    int32_t width;
+    int32_t gated;
 };
 
-struct AddNorm {
-    float *normed;          // [rows, width]
-    float *total;           // [rows, width]: x + residual; not written where residual is null
-    const float *x;         // [rows, width]
-    const float *residual;  // [rows, width], or null
-    const float *weight;    // [width]
+// Panels that make up so many columns of the result.
+inline int panels_of(int32_t width, bool gated) {
+    const int columns = gated ? kPanel / 2 : kPanel;
+    return (width + columns - 1) / columns;
+}
+
+struct Linear {
+    Epilogue epilogue;
+    const float *x;       // [rows, inputs]
+    const float *panels;  // [panels, inputs, kPanel]; columns beyond the result's are zero
+    const float *bias;    // [panels, kPanel], or null
+    int32_t inputs;
+};
+
+struct Norm {
+    float *normed;        // [rows, width]
+    const float *x;       // [rows, width]
+    const float *weight;  // [width]
     int32_t width;
     float epsilon;
 };
@@ -71,21 +84,14 @@ struct RopeCache {
     int32_t query_heads, kv_heads, head_dim;
 };
 
-struct Activation {
-    float *out;            // [rows, width]
-    const float *gate_up;  // [rows, 2 * width]
-    int32_t width;
-};
-
 // The kernels as compiled for one instruction set.
 struct Variant {
     const char *name;
     void (*gather)(const Gather &, Range rows);
     void (*linear)(const Linear &, Range panels, Range rows);
-    void (*add_norm)(const AddNorm &, Range rows);
+    void (*norm)(const Norm &, Range rows);
     void (*rope_cache)(const RopeCache &, Range tokens);
     void (*attention)(const Attention &, QueryTile tile, int32_t kv_head);
-    void (*activation)(const Activation &, Range rows);
 };
 
 }  // namespace tokenloom

@@ -1,67 +1,91 @@
 // x [rows, inputs] times a packed weight, for any number of rows.
 //
 // The weight lies in panels of 32 output columns, inputs one after the other, so that a pass over a panel reads memory from front to back. A
-// register tile holds kLinearRows rows of kTileLanes registers' columns (the whole panel; half of it where registers are of four floats); each
-// of its sums runs over the inputs from the first to the last, in one accumulator. So an output depends on its own row and column alone,
-// whatever the number of rows: prefill, decode and any batch agree in every bit. A panel stays in the second-level cache while all rows pass
-// over it.
+// register tile holds up to kLinearRows rows of kTileLanes registers' columns; rows are shared out evenly over as few tiles as hold them, and
+// a panel stays in the second-level cache while all of them pass over it (Goto, van de Geijn 2008).
+//
+// Each sum has one order: blocks of kSumBlock inputs, each summed from zero in one accumulator with a fused multiply-add per input, are added
+// to the bias from the first to the last. So an output depends on its own row and column alone, whatever the number of rows, and the error
+// grows with the block and the number of blocks, not with the inputs.
 #pragma once
 
-#include "lanes.h"
+#include <utility>
+
+#include "epilogue.h"
 
 namespace {
 
 using tokenloom::kPanel;
 
-// Rows times registers: 32 registers hold 8 times 2 sums and what they are made of, 16 hold 3 times 4.
+// Rows times registers, an even number of them: 32 registers hold 12 times 2 sums and what they are made of, 16 hold 3 times 4.
 #if defined(__AVX512F__)
-constexpr int kLinearRows = 8, kTileLanes = 2;
+constexpr int kLinearRows = 12, kTileLanes = 2;
 #else
 constexpr int kLinearRows = 3, kTileLanes = 4;
 #endif
-constexpr int kTileColumns = kTileLanes * kLanes;
+constexpr int kTilePairs = kTileLanes / 2;
+constexpr int kSumBlock = 256;
 
-// Columns `first` to `first + kTileColumns` of a panel for N rows.
+// Where a tile's register `j` of columns starts within a panel, for the tile that starts at `first` of each half.
+constexpr int tile_column(int first, int j) { return j < kTilePairs ? first + j * kLanes : kHalfPanel + first + (j - kTilePairs) * kLanes; }
+
+// Adds the products of `inputs` inputs, at most kSumBlock, to the sums of N rows.
 template <int N>
-TOKENLOOM_INLINE void linear_tile(const tokenloom::Linear &args, int row, int panel, int first) {
-    const int inputs = args.inputs, column = panel * kPanel + first;
-    const float *weights = args.panels + (int64_t)panel * inputs * kPanel + first;
-    const float *x = args.x + (int64_t)row * inputs;
-    Lanes sums[N][kTileLanes];
-    for (int i = 0; i < N; ++i) {
-        for (int j = 0; j < kTileLanes; ++j) sums[i][j] = args.bias ? TOKENLOOM_CONST_LANES(args.bias + column + j * kLanes) : kZero;
-    }
+TOKENLOOM_INLINE void linear_block(const float *x, int64_t stride, const float *weights, int inputs, Lanes (*totals)[kTileLanes]) {
+    Lanes sums[N][kTileLanes] = {};
     for (int k = 0; k < inputs; ++k, weights += kPanel) {
-        for (int at = 0; at < kTileColumns; at += 16) __builtin_prefetch(weights + 16 * kPanel + at);
+        for (int at = 0; at < kPanel; at += 16) __builtin_prefetch(weights + 16 * kPanel + at);
         Lanes weight[kTileLanes];
-        for (int j = 0; j < kTileLanes; ++j) weight[j] = TOKENLOOM_CONST_LANES(weights + j * kLanes);
+        for (int j = 0; j < kTileLanes; ++j) weight[j] = TOKENLOOM_CONST_LANES(weights + tile_column(0, j));
         for (int i = 0; i < N; ++i) {
-            const float factor = x[(int64_t)i * inputs + k];
+            const float factor = x[i * stride + k];
             for (int j = 0; j < kTileLanes; ++j) sums[i][j] += factor * weight[j];
         }
     }
     for (int i = 0; i < N; ++i) {
-        float *out = args.out + (int64_t)(row + i) * args.outputs + column;
-        for (int j = 0; j < kTileLanes; ++j, out += kLanes) {
-            const int left = args.outputs - column - j * kLanes;
-            if (left >= kLanes) TOKENLOOM_LANES(out) = sums[i][j];
-            for (int lane = 0; left < kLanes && lane < left; ++lane) out[lane] = sums[i][j][lane];
+        for (int j = 0; j < kTileLanes; ++j) totals[i][j] += sums[i][j];
+    }
+}
+
+// N rows from `row` on of all columns of `panel`.
+template <int N>
+void linear_rows(const tokenloom::Linear &args, int row, int panel) {
+    const int inputs = args.inputs;
+    const float *bias = args.bias ? args.bias + (int64_t)panel * kPanel : nullptr;
+    for (int first = 0; first < kHalfPanel; first += kTilePairs * kLanes) {
+        const float *weights = args.panels + (int64_t)panel * inputs * kPanel + first;
+        const float *x = args.x + (int64_t)row * inputs;
+        Lanes totals[N][kTileLanes];
+        for (int j = 0; j < kTileLanes; ++j) {
+            const Lanes start = bias ? TOKENLOOM_CONST_LANES(bias + tile_column(first, j)) : kZero;
+            for (int i = 0; i < N; ++i) totals[i][j] = start;
+        }
+        for (int k = 0; k < inputs; k += kSumBlock) {
+            linear_block<N>(x + k, inputs, weights + (int64_t)k * kPanel, inputs - k < kSumBlock ? inputs - k : kSumBlock, totals);
+        }
+        for (int i = 0; i < N; ++i) {
+            for (int j = 0; j < kTilePairs; ++j) {
+                finish(args.epilogue, row + i, panel, first + j * kLanes, &totals[i][j], &totals[i][kTilePairs + j]);
+            }
         }
     }
 }
 
-template <int N>
-TOKENLOOM_INLINE void linear_rows(const tokenloom::Linear &args, int row, int panel) {
-    for (int first = 0; first < kPanel; first += kTileColumns) linear_tile<N>(args, row, panel, first);
+template <int... N>
+TOKENLOOM_INLINE void linear_any_rows(int rows, const tokenloom::Linear &args, int row, int panel, std::integer_sequence<int, N...>) {
+    static constexpr void (*passes[])(const tokenloom::Linear &, int, int) = {linear_rows<N + 1>...};
+    passes[rows - 1](args, row, panel);
 }
 
 void linear(const tokenloom::Linear &args, tokenloom::Range panels, tokenloom::Range rows) {
+    const int passes = (rows.last - rows.first + kLinearRows - 1) / kLinearRows;
     for (int panel = panels.first; panel < panels.last; ++panel) {
         int row = rows.first;
-        for (; row + kLinearRows <= rows.last; row += kLinearRows) linear_rows<kLinearRows>(args, row, panel);
-        if (kLinearRows > 4 && row + 4 <= rows.last) linear_rows<4>(args, row, panel), row += 4;
-        if (kLinearRows > 2 && row + 2 <= rows.last) linear_rows<2>(args, row, panel), row += 2;
-        for (; row < rows.last; ++row) linear_rows<1>(args, row, panel);
+        for (int left = passes; left > 0; --left) {
+            const int many = (rows.last - row + left - 1) / left;
+            linear_any_rows(many, args, row, panel, std::make_integer_sequence<int, kLinearRows>());
+            row += many;
+        }
     }
 }
 

@@ -150,7 +150,7 @@ void Program::cut(bool sampled_only) {
             continue;
         }
         if (item.kind == Kind::kLinear) {
-            const int panels = ceil_div(item.outputs, kPanel);
+            const int panels = panels_of(item.outputs, item.gated);
             cut.across = ceil_div(rows, kLinearRowsAtOnce);
             cut.panels = rows > kFewRows ? 1 : std::clamp(panels / (kPiecesPerMember * team_.size()), 1, kMostPanelsAtOnce);
             cut.pieces = static_cast<uint32_t>(cut.across) * ceil_div(panels, cut.panels);
@@ -202,8 +202,8 @@ void Program::run_piece(size_t index, uint32_t piece) const {
             return variant_.gather({to, from, inputs_.sampled, item.outputs}, rows);
         case Kind::kLinear:
             return run_linear(item, cuts_[index], piece);
-        case Kind::kAddNorm:
-            return variant_.add_norm({to, at(item.total), from, at(item.residual), item.weight, item.outputs, item.number}, rows);
+        case Kind::kNorm:
+            return variant_.norm({to, from, item.weight, item.outputs, item.number}, rows);
         case Kind::kRopeCache:
             return variant_.rope_cache({to, from, item.weight, inputs_.positions, inputs_.cache_slots, item.keys, item.values,
                                         item.query_heads, item.kv_heads, item.head_dim},
@@ -213,16 +213,15 @@ void Program::run_piece(size_t index, uint32_t piece) const {
                 {to, from, item.keys, item.values, inputs_.query_starts, inputs_.kv_lengths, inputs_.tables, inputs_.table_width,
                  item.query_heads, item.kv_heads, item.head_dim, item.number},
                 tilings_[cuts_[index].tiles].tiles[piece / item.kv_heads], static_cast<int32_t>(piece % item.kv_heads));
-        case Kind::kActivation:
-            return variant_.activation({to, from, item.outputs}, rows);
     }
 }
 
 // Pieces of the same panels follow one another, so that a panel comes from memory once.
 void Program::run_linear(const Instruction &item, const Cut &cut, uint32_t piece) const {
-    const Range panels = part(static_cast<int>(piece) / cut.across, cut.panels, ceil_div(item.outputs, kPanel));
+    const Range panels = part(static_cast<int>(piece) / cut.across, cut.panels, panels_of(item.outputs, item.gated));
     const Range rows = part(static_cast<int>(piece) % cut.across, kLinearRowsAtOnce, rows_of(item.sampled));
-    variant_.linear({at(item.to), at(item.from), item.weight, item.bias, item.outputs, item.inputs}, panels, rows);
+    const Epilogue epilogue = {at(item.to), at(item.residual), item.outputs, item.gated};
+    variant_.linear({epilogue, at(item.from), item.weight, item.bias, item.inputs}, panels, rows);
 }
 
 }  // namespace tokenloom

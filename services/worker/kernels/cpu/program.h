@@ -16,8 +16,8 @@
 
 namespace tokenloom {
 
-enum class Kind : int32_t { kEmbedding, kGather, kLinear, kAddNorm, kRopeCache, kAttention, kActivation };
-constexpr int kKinds = 7;
+enum class Kind : int32_t { kEmbedding, kGather, kLinear, kNorm, kRopeCache, kAttention };
+constexpr int kKinds = 6;
 
 // Most tokens that `again` takes: room for them is kept in every step's arena. ops/base.py has the same number.
 constexpr int32_t kMostAgain = 128;
@@ -33,7 +33,8 @@ struct Instruction {
     float *keys, *values;  // rope, attention: the layer's cache
     Kind kind;
     int32_t sampled;                        // its rows are the sampled tokens (1) or all tokens (0)
-    int32_t from, residual, to, total;      // places; residual and total are those of a norm
+    int32_t from, residual, to;             // places; residual is a product's, or kNoPlace
+    int32_t gated;                          // linear: see Epilogue
     int32_t inputs, outputs;                // floats of a row, read and written
     int32_t bound;                          // embedding: rows of the table; rope: positions
     int32_t blocks;                         // rope, attention: blocks of the cache
