@@ -19,7 +19,7 @@ INSTALL_INPUTS := pyproject.toml hatch_build.py $(shell find protos -name '*.pro
 KERNEL_SOURCES := $(shell find services/worker/kernels/cpu -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-constraints test-fuzz test-docker lint lint-style lint-types lint-imports lint-protos lint-tree lint-k8s protos install clean
+.PHONY: help serve test bench test-constraints test-fuzz test-docker lint lint-style lint-types lint-imports lint-protos lint-tree lint-k8s protos install clean
 
 help: ## Lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -31,6 +31,9 @@ serve: $(VENV)/.serve $(VENV)/.kernels ## Installs what is missing and serves a 
 
 test: $(VENV)/.dev $(VENV)/.kernels ## Runs the whole suite (ARGS are pytest's)
 	@$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.dev $(VENV)/.kernels ## Compares with vLLM, llama.cpp and transformers on this machine's CPUs (under an hour; goes on where it stopped)
+	@$(BIN)/python -m bench.peers run $(ARGS)
 
 test-constraints: $(VENV)/.dev $(VENV)/.kernels ## 200 random schemas on the real model with each backend (minutes)
 	@CONSTRAINT_SCHEMAS=200 $(BIN)/python -m pytest -s tests/integration/test_worker_constraints_model.py $(ARGS)

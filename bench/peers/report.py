@@ -1,0 +1,153 @@
+"""The comparison for people (markdown) and for machines (JSON)."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine import Machine
+from bench.peers.environments import RECIPES
+from bench.peers.results import Results
+from bench.peers.servers import BUSY, Server
+from bench.peers.targets import Reached
+from bench.peers.weights import SharedWeights
+
+_KEPT = ("statistics", "cpu", "memory", "ceilings", "seed", "started_at", "attempt", "command")
+_COLUMNS = ("output tok/s", "total tok/s", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p50 / p99")
+
+
+def markdown(results: Results, machine: Machine, weights: SharedWeights) -> str:
+    """The whole report."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    lines = [f"# Comparison with other servers, {today}", ""]
+    lines += [
+        f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, {machine.system}; Python {machine.python}.",
+        f"Tree {machine.client_commit}. Rounds: {len(results.rounds)}, servers one after the other in rotated order.",
+        f"Model: {weights.model}; every float32 server has the same bits.",
+        "Written by `make bench`; docs/benchmarks.md says what each figure means and what is weak in the comparison.",
+        "",
+    ]
+    lines += _targets(results)
+    lines += _figures(results)
+    lines += _servers(results)
+    lines += _ceilings(results)
+    marked = results.marked()
+    lines += ["", "## Doubtful runs", "", *([f"- {line}" for line in marked] or ["None."]), ""]
+    return "\n".join(lines)
+
+
+def _targets(results: Results) -> list[str]:
+    lines = ["## Targets", "", "Ratio of the medians over rounds; in brackets the least and the most of the rounds' own ratios.", ""]
+    rows = [_ratio_row(one, results) for one in results.ratios()]
+    lines += _table(("figure", "of", "over", "load", "at least (at most)", "goal", "reached", ""), rows)
+    rows = [(one.label, one.wanted, one.reached, one.verdict) for one in results.conditions()]
+    return [*lines, "", *_table(("figure", "wanted", "reached", ""), rows), ""]
+
+
+def _ratio_row(one: Reached, results: Results) -> tuple[str, ...]:
+    target = one.target
+    shown = "-" if one.ratio is None else f"{one.ratio:.2f}x ({one.low:.2f} to {one.high:.2f})"
+    ours = next(server for server in results.servers if server.name == target.ours)
+    counts = one.verdict if not ours.exact or results.gate(ours)[1] else f"{one.verdict}, but does not count: gate {results.gate(ours)[0]}"
+    goal = "-" if target.goal is None else f"{target.goal:g}x"
+    least = f"{target.least:g}x" if target.rising else f"({target.least:g}x)"
+    return target.label, target.ours, target.peer, target.load, least, goal, shown, counts
+
+
+def _figures(results: Results) -> list[str]:
+    lines = ["## Figures", "", "Medians over rounds; times in ms. Runs beside one busy process are marked +busy.", ""]
+    rows = []
+    for name in ("a", "b", "c", "d", "a" + BUSY, "b" + BUSY):
+        for server in results.servers:
+            if name in server.loads and results.middle("output_tokens_per_s", server.name, name) is not None:
+                rows.append((name, server.title, *_cells(results, server.name, name)))
+    return lines + _table(("load", "server", *_COLUMNS), rows) + [""]
+
+
+def _cells(results: Results, server: str, load: str) -> Iterable[str]:
+    yield _number(results.middle("output_tokens_per_s", server, load))
+    yield _number(results.middle("total_tokens_per_s", server, load))
+    for kind in ("ttft", "tpot", "itl"):
+        yield " / ".join(_number(results.middle(f"{kind}_{part}", server, load)) for part in ("p50", "p99"))
+
+
+def _servers(results: Results) -> list[str]:
+    lines = ["## Servers", "", "Ready: /health answers; answer: a chat of one token does. Memory of all processes in MB.", ""]
+    rows = []
+    for server in results.servers:
+        cells = [results.fact(server.name, *path) for path in (("ready_s",), ("first_answer_s",), ("memory_ready", "pss_mb"))]
+        end = [results.fact(server.name, "memory_after", part) for part in ("pss_mb", "rss_mb")]
+        cache = f"{server.kv_bytes / 2**30:.1f} GiB" if server.kv_bytes else "its default"
+        ends = " / ".join(_number(value, 0) for value in end)
+        rows.append((server.title, results.gate(server)[0], *(_number(value) for value in cells[:2]), _number(cells[2], 0), ends, cache))
+    lines += _table(("server", "gate", "ready s", "answer s", "PSS ready", "PSS / RSS after", "KV cache"), rows)
+    lines += ["", "Started with (words in braces: places of `bench/peers/servers.py`):", "", "```"]
+    for server in results.servers:
+        variables = " ".join(f"{key}={value}" for key, value in server.variables.items())
+        lines.append(f"{server.name}: {f'{variables} ' if variables else ''}{' '.join(server.command)}")
+    lines += ["```", ""]
+    for recipe in RECIPES:
+        known = next((v for s in results.servers if s.environment == recipe.name for v in [_version(results, s)] if v), None)
+        if known:
+            lines.append(f"- {recipe.name}: {', '.join(f'{key} {value}' for key, value in known.items())}; {recipe.why}")
+    return lines
+
+
+def _version(results: Results, server: Server) -> dict[str, str]:
+    return next((facts["version"] for number in results.rounds if (facts := results.facts[server.name, number]).get("version")), {})
+
+
+def _ceilings(results: Results) -> list[str]:
+    rows = [
+        (str(number), _number(found.get("read_gb_s")), _number(found.get("gemm_gflop_s"), 0), _number(found.get("load_average"), 2))
+        for number, found in results.machines.items()
+    ]
+    return ["", "## The machine in each round", "", *_table(("round", "memory read GB/s", "product GFLOP/s", "load average"), rows)]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def document(results: Results, machine: Machine, weights: SharedWeights) -> dict[str, Any]:
+    """The same for machines: every run, every server, every target."""
+    runs = [
+        {"round": number, "server": server, "load": load} | {key: result[key] for key in _KEPT if key in result}
+        for (server, load, number), result in sorted(results.runs.items())
+    ]
+    ratios = [dataclasses.asdict(one) | {"verdict": one.verdict} for one in results.ratios()]
+    conditions = [dataclasses.asdict(one) | {"verdict": one.verdict} for one in results.conditions()]
+    return {
+        "machine": dataclasses.asdict(machine),
+        "written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "weights": {"model": weights.model, "float32_bytes": weights.bytes_float32, "sha256": weights.checksums},
+        "ceilings": results.machines,
+        "servers": [{"server": server, "round": number} | facts for (server, number), facts in sorted(results.facts.items()) if facts],
+        "targets": ratios + conditions,
+        "doubtful": results.marked(),
+        "runs": runs,
+    }
+
+
+def file_stem(machine: Machine) -> str:
+    """The name of a report's files: DATE-peers-MACHINE."""
+    slug = re.sub(r"[^a-z0-9]+", "-", machine.cpu.lower()).strip("-")
+    return f"{datetime.datetime.now(datetime.UTC).date().isoformat()}-peers-{slug}-{machine.cores}-cores"
+
+
+def write(results: Results, machine: Machine, weights: SharedWeights, folder: Path) -> Path:
+    """Writes both files and returns the markdown's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{file_stem(machine)}.md"
+    target.write_text(markdown(results, machine, weights))
+    target.with_suffix(".json").write_text(json.dumps(document(results, machine, weights), indent=1) + "\n")
+    return target

@@ -1,0 +1,148 @@
+"""All files of a comparison read again: the figures by server, load and round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.peers.plan import disturbed, folder, good, loads, read
+from bench.peers.servers import BOUND_BY_MEMORY, BUSY, Server
+from bench.peers.targets import TARGETS, Reached, median, reached
+
+_DISTRIBUTIONS = ("ttft", "tpot", "itl")
+_FLOOR_FACTOR, _READY_S, _MEMORY_MB = 1.25, 8.0, 2000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A target that is no ratio of two servers' figures: what was reached, and whether that is enough (None: not measured)."""
+
+    label: str
+    wanted: str
+    reached: str
+    met: bool | None
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two."""
+        return "not measured" if self.met is None else "met" if self.met else "NOT met"
+
+
+class Results:
+    """What lies in the folder of a comparison."""
+
+    def __init__(self, out: Path, servers: Sequence[Server], rounds: int, weight_bytes: int) -> None:
+        self.servers, self.rounds = list(servers), range(1, rounds + 1)
+        self._weight_bytes = weight_bytes
+        self.machines = {number: read(out / f"round-{number}" / "machine.json") or {} for number in self.rounds}
+        self.facts: dict[tuple[str, int], dict[str, Any]] = {}
+        self.runs: dict[tuple[str, str, int], dict[str, Any]] = {}
+        for number in self.rounds:
+            for server in servers:
+                self.facts[server.name, number] = read(folder(out, number, server.name) / "server.json") or {}
+                for load in loads(server, number, None):
+                    result = good(load.file(out))
+                    if result is not None:
+                        self.runs[server.name, load.name, number] = result
+
+    def figure(self, name: str, server: str, load: str, number: int) -> float | None:
+        """One figure of one run: a rate by its name in the statistics, or "ttft_p50" and the like in milliseconds."""
+        result = self.runs.get((server, load, number))
+        if result is None or result["statistics"]["completed"] == 0:
+            return None
+        kind, _, part = name.partition("_")
+        facts = result["statistics"]
+        value = facts[f"{kind}_ms"][part] if kind in _DISTRIBUTIONS else facts[name]
+        return None if value is None else float(value)
+
+    def middle(self, name: str, server: str, load: str) -> float | None:
+        """The median of a figure over the rounds."""
+        return median(partial(self.figure, name), server, load, self.rounds)
+
+    def ratios(self) -> list[Reached]:
+        """Every target that is a ratio of two servers that were both asked for."""
+        names = {server.name for server in self.servers}
+        wanted = [target for target in TARGETS if {target.ours, target.peer} <= names]
+        return [reached(target, partial(self.figure, target.figure), self.rounds) for target in wanted]
+
+    def fact(self, server: str, *path: str) -> float | None:
+        """The median over rounds of what is known of a server itself, such as ("memory_ready", "pss_mb")."""
+        found = []
+        for number in self.rounds:
+            value: Any = self.facts[server, number]
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                found.append(float(value))
+        return statistics.median(found) if found else None
+
+    def slowdown(self, server: str, load: str) -> float | None:
+        """How many times slower a load is beside a busy process: the median of the rounds' ratios of output tokens a second."""
+        pairs = [
+            (self.figure("output_tokens_per_s", server, load, number), self.figure("output_tokens_per_s", server, load + BUSY, number))
+            for number in self.rounds
+        ]
+        found = [quiet / beside for quiet, beside in pairs if quiet and beside]
+        return statistics.median(found) if found else None
+
+    def gate(self, server: Server) -> tuple[str, bool | None]:
+        """What the accuracy gate says of a server in all rounds, in words and as a verdict (None: it was not asked)."""
+        found = [facts["gate"] for number in self.rounds if (facts := self.facts[server.name, number]) and "equal" in facts.get("gate", {})]
+        if not found:
+            return "not asked", None
+        worst = min(found, key=lambda one: one["equal"])
+        return f"{worst['equal']} of {worst['prompts']}", worst["equal"] == worst["prompts"]
+
+    def floor_factor(self, server: str) -> float | None:
+        """Time per output token at one stream over what reading the weights once takes at the bandwidth measured just before."""
+        found = []
+        for number in self.rounds:
+            tpot = self.figure("tpot_p50", server, BOUND_BY_MEMORY, number)
+            speed = self.runs.get((server, BOUND_BY_MEMORY, number), {}).get("ceilings", {}).get("read_gb_s")
+            if tpot and speed:
+                found.append(tpot * 1e-3 / (self._weight_bytes / (speed * 1e9)))
+        return statistics.median(found) if found else None
+
+    def marked(self) -> list[str]:
+        """Loads during which others used too much of the machine, those with failed requests, and those without a result."""
+        found = []
+        for (name, load, number), result in sorted(self.runs.items()):
+            where = f"round {number}, {name} {load}"
+            if not load.endswith(BUSY) and disturbed(result):
+                found.append(f"{where}: others used {result['cpu']['others_cores']:.2f} cores")
+            if result["statistics"]["failed"]:
+                found.append(f"{where}: {result['statistics']['failed']} requests failed ({result['statistics']['failures']})")
+        asked = [(server, number) for server in self.servers for number in self.rounds if server.rounds is None or number <= server.rounds]
+        for server, number in asked:
+            absent = [load.name for load in loads(server, number, None) if (server.name, load.name, number) not in self.runs]
+            if absent:
+                found.append(f"round {number}, {server.name}: no result of {', '.join(absent)}")
+        return found
+
+    def conditions(self) -> list[Condition]:
+        """The targets of this project alone, and those about company."""
+        found = []
+        factor, ready = self.floor_factor("tokenloom"), self.fact("tokenloom", "ready_s")
+        at_start, at_end = self.fact("tokenloom", "memory_ready", "pss_mb"), self.fact("tokenloom", "memory_after", "pss_mb")
+        found.append(_at_most("TPOT p50 at 1 stream over the time of reading the weights", factor, _FLOOR_FACTOR, "x"))
+        found.append(_at_most("seconds until /health answers", ready, _READY_S, " s"))
+        found.append(_at_most("memory of the whole mesh once ready (PSS; the KV cache untouched)", at_start, _MEMORY_MB, " MB"))
+        found.append(_at_most("memory after all loads (PSS; the touched part of the KV cache included)", at_end, _MEMORY_MB, " MB"))
+        for load in ("a", "b"):
+            ours = self.slowdown("tokenloom", load)
+            for peer in ("vllm", "llamacpp"):
+                theirs = self.slowdown(peer, load)
+                label = f"slowdown beside a busy process, workload {load}, not above {peer}'s"
+                known = ours is not None and theirs is not None
+                wanted, got = (f"{theirs:.2f}x" if theirs else "-"), (f"{ours:.2f}x" if ours else "-")
+                found.append(Condition(label, wanted, got, ours <= theirs if known else None))  # type: ignore[operator]
+        return found
+
+
+def _at_most(label: str, value: float | None, bound: float, unit: str) -> Condition:
+    shown = "-" if value is None else f"{value:.2f}{unit}"
+    return Condition(label, f"at most {bound:g}{unit}", shown, None if value is None else value <= bound)

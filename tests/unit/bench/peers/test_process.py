@@ -1,0 +1,43 @@
+"""Servers are started, waited for and ended with everything that they started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.peers.process import ServerProcess, StartError, answers, free_port
+
+_SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.pause()"])
+print("child", child.pid, flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+
+
+def test_a_server_is_ready_when_it_answers_and_no_process_of_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("bench.peers.process._END_S", 0.5)
+    port, log = free_port(), tmp_path / "log"
+    with ServerProcess([sys.executable, "-c", _SERVER, str(port)], {}, log) as process:
+        assert process.wait(lambda: answers(f"http://127.0.0.1:{port}/"), 60) > 0
+        child = psutil.Process(int(log.read_text().split()[1]))
+        memory = process.memory()
+        assert memory.processes == 2
+        assert memory.rss_mb >= memory.pss_mb > 1
+    assert not psutil.pid_exists(process.pid)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_that_ends_says_what_its_log_says(tmp_path: Path):
+    with (
+        ServerProcess([sys.executable, "-c", "raise SystemExit('no such model')"], {}, tmp_path / "log") as process,
+        pytest.raises(StartError, match="no such model"),
+    ):
+        process.wait(lambda: False, 60)
+
+
+def test_a_port_without_a_listener_does_not_answer():
+    assert not answers(f"http://127.0.0.1:{free_port()}/health")

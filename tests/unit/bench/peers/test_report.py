@@ -1,0 +1,97 @@
+"""Ratios against targets, and the page that shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.machine import Machine
+from bench.peers.report import document, file_stem, markdown
+from bench.peers.results import Results
+from bench.peers.targets import Target, reached
+from bench.peers.weights import SharedWeights
+from tests.unit.bench.peers.made import SMALL, put, put_facts, run
+
+MACHINE = Machine("Some CPU (R) 9", 2, 16.0, "Linux", "3.11", {}, "abc", 0.0)
+WEIGHTS = SharedWeights(Path("m"), Path("m"), Path("m"), Path("m"), Path("m"), 500_000_000, {"file": "sum"})
+RISING = Target("rate", "us", "them", "a", "f", 1.5, 2.0)
+FALLING = Target("time", "us", "them", "a", "f", 0.9, 0.5, rising=False)
+
+
+def ratio_of(target: Target, ours: list[float | None], theirs: list[float | None]):
+    figures = {"us": ours, "them": theirs}
+    return reached(target, lambda server, _load, number: figures[server][number], range(len(ours)))
+
+
+def test_a_ratio_is_of_medians_over_the_rounds_that_have_both_and_shows_its_spread():
+    found = ratio_of(RISING, [10.0, 30.0, 20.0, None], [10.0, 10.0, 8.0, 1.0])
+    assert (found.ratio, found.low, found.high, found.rounds) == (2.0, 1.0, 3.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("target", "ours", "verdict"),
+    [(RISING, 1.4, "NOT met"), (RISING, 1.5, "met"), (RISING, 2.0, "goal met"),
+     (FALLING, 1.0, "NOT met"), (FALLING, 0.9, "met"), (FALLING, 0.5, "goal met"), (RISING, None, "not measured")],
+)  # fmt: skip
+def test_a_target_is_met_on_its_side_of_the_bound(target: Target, ours: float | None, verdict: str):
+    assert ratio_of(target, [ours], [1.0]).verdict == verdict
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    for number in (1, 2):
+        for server, rate, beside in (("tokenloom", 60.0, 20.0), ("vllm", 30.0, 15.0)):
+            put_facts(tmp_path, server, number)
+            put(tmp_path, server, "a", number, run(rate, tpot=12.0))
+            put(tmp_path, server, "b", number, run(4 * rate))
+            put(tmp_path, server, "b+busy", number, run(4 * beside, others=1.0))
+    return tmp_path
+
+
+def results(out: Path) -> Results:
+    return Results(out, SMALL, 2, WEIGHTS.bytes_float32)
+
+
+def test_the_page_shows_each_target_with_its_verdict(out: Path):
+    page = markdown(results(out), MACHINE, WEIGHTS)
+    assert "| output tok/s, 1 stream | tokenloom | vllm | a | 1.5x | 1.6x | 2.00x (2.00 to 2.00) | goal met |" in page
+    assert "| output tok/s, 1 stream | tokenloom | llamacpp | a | 1.2x | - | - | not measured |" in page
+    assert "20 of 20" in page
+    assert "tokenloom: serve {float32}" in page
+
+
+def test_figures_of_a_server_that_fails_its_gate_do_not_count(out: Path):
+    put_facts(out, "tokenloom", 2, gate={"equal": 19, "prompts": 20, "first": {"3": 7}})
+    assert "goal met, but does not count: gate 19 of 20" in markdown(results(out), MACHINE, WEIGHTS)
+
+
+def test_time_per_token_is_held_against_reading_the_weights_at_the_bandwidth_measured_before_it(out: Path):
+    assert results(out).floor_factor("tokenloom") == pytest.approx(12e-3 / (0.5 / 50))
+    verdicts = {one.label.split(" over")[0]: one.verdict for one in results(out).conditions()}
+    assert verdicts["TPOT p50 at 1 stream"] == "met"
+
+
+def test_a_slowdown_in_company_must_not_be_above_the_peers(out: Path):
+    found = {one.label: one for one in results(out).conditions()}
+    beside = found["slowdown beside a busy process, workload b, not above vllm's"]
+    assert (beside.wanted, beside.reached, beside.verdict) == ("2.00x", "3.00x", "NOT met")
+    assert found["slowdown beside a busy process, workload b, not above llamacpp's"].verdict == "not measured"
+
+
+def test_doubtful_runs_are_named(out: Path):
+    put(out, "vllm", "a", 1, run(30.0, others=0.4, failed=2))
+    put(out, "vllm", "b", 2, {"failed": "no result"})
+    marked = results(out).marked()
+    assert any("round 1, vllm a: others used 0.40 cores" in line for line in marked)
+    assert any("round 1, vllm a: 2 requests failed" in line for line in marked)
+    assert "round 2, vllm: no result of b" in marked
+    assert "round 1, llamacpp: no result of a" in marked
+    assert not any("tokenloom b+busy" in line for line in marked)
+
+
+def test_the_document_for_machines_has_every_run_and_target(out: Path):
+    found = document(results(out), MACHINE, WEIGHTS)
+    assert len(found["runs"]) == 12
+    assert {one["verdict"] for one in found["targets"]} >= {"goal met", "not measured"}
+    assert file_stem(MACHINE).endswith("-peers-some-cpu-r-9-2-cores")
