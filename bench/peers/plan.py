@@ -62,11 +62,11 @@ def loads(server: Server, round_number: int, workloads: Sequence[str] | None) ->
 
 
 def missing(server: Server, round_number: int, workloads: Sequence[str] | None, out: Path) -> list[Load]:
-    """The loads that have no result yet, or a failure; all of them where what is known of the server itself is missing."""
+    """The loads that have no result yet, or a failure; all of them where nothing but what is known of the server itself is missing."""
     wanted = loads(server, round_number, workloads)
-    if good(folder(out, round_number, server.name) / "server.json") is None:
-        return wanted
-    return [load for load in wanted if good(load.file(out)) is None]
+    rest = [load for load in wanted if good(load.file(out)) is None]
+    known = good(folder(out, round_number, server.name) / "server.json") is not None
+    return rest if rest or known else wanted
 
 
 def good(file: Path) -> dict[str, Any] | None:

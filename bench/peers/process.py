@@ -35,16 +35,20 @@ class Memory:
 
 
 class ServerProcess:
-    """A running server. As a context manager it ends with the block, however that is left."""
+    """A running server. As a context manager it ends with the block, however that is left. Raises StartError without such a program."""
 
     def __init__(self, command: list[str], variables: Mapping[str, str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         self._started = time.perf_counter()
-        with log.open("wb") as output:
-            self._popen = subprocess.Popen(
-                command, env=os.environ | dict(variables), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
+        everything = os.environ | dict(variables)
+        try:
+            with log.open("wb") as output:
+                self._popen = subprocess.Popen(
+                    command, env=everything, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                )
+        except OSError as error:
+            raise StartError(f"{command[0]} cannot be run: {error}") from error
         self._seen: set[psutil.Process] = {psutil.Process(self._popen.pid)}
 
     def __enter__(self) -> ServerProcess:

@@ -25,7 +25,7 @@ from bench.machine import Machine
 from bench.peers import gate
 from bench.peers.environments import stamp
 from bench.peers.places import environment
-from bench.peers.plan import Load, disturbed, folder, loads, missing, order, read
+from bench.peers.plan import Load, disturbed, folder, missing, order, read
 from bench.peers.process import ServerProcess, StartError, answers, free_port
 from bench.peers.servers import BOUND_BY_MEMORY, Server
 from bench.peers.weights import SharedWeights
@@ -62,10 +62,14 @@ class Comparison:
         if read(file) is None:
             found = self._measured()
             _write(file, found | {"load_average": round(psutil.getloadavg()[0], 2)})
-            self.say(f"round {number}: memory reads {found['read_gb_s']:.1f} GB/s, products {found['gemm_gflop_s']:.0f} GFLOP/s")
+            self.say(f"round {number}: the machine: {', '.join(f'{key} {value:.1f}' for key, value in found.items())}")
 
     def _measured(self) -> dict[str, float]:
+        """The machine's ceilings; nothing where they could not be measured: the comparison goes on without them."""
         done = self._run([sys.executable, "-m", "bench.peers.ceilings"])
+        if done.returncode:
+            self.say(f"the machine's ceilings could not be measured: {done.stderr[-300:]}")
+            return {}
         return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
     def _serve(self, server: Server, number: int, rest: list[Load]) -> None:
@@ -75,22 +79,19 @@ class Comparison:
         variables = dict(zip(server.variables, self.words(server, tuple(server.variables.values()), port), strict=True))
         self.say(f"round {number}: {server.name}: {shlex.join(command)}")
         facts: dict[str, Any] = {"command": server.command, "variables": server.variables, "version": self._version(server)}
-        with ServerProcess(command, variables, place / "server.log") as process:
-            try:
+        try:
+            with ServerProcess(command, variables, place / "server.log") as process:
                 facts["ready_s"] = process.wait(lambda: answers(url + server.ready), _READY_S)
                 facts["first_answer_s"] = process.wait(lambda: self._one_answer(server, url), _READY_S)
-            except StartError as error:
-                self.say(f"round {number}: {server.name} DID NOT START: {error}")
-                _write(place / "server.json", facts | {"failed": str(error)})
-                for load in loads(server, number, None):
-                    _write(load.file(self.out), {"failed": "the server did not start"})
-                return
-            facts["memory_ready"] = asdict(process.memory())
-            if server.exact is not None and self.reference is not None:
-                facts["gate"] = self._gate(server, url)
-            for load in rest:
-                self._load(load, server, process, url)
-            facts["memory_after"] = asdict(process.memory())
+                facts["memory_ready"] = asdict(process.memory())
+                if server.exact is not None and self.reference is not None:
+                    facts["gate"] = self._gate(server, url)
+                for load in rest:
+                    self._load(load, server, process, url)
+                facts["memory_after"] = asdict(process.memory())
+        except StartError as error:
+            self.say(f"round {number}: {server.name} DID NOT START: {error}")
+            facts["failed"] = str(error)
         _write(place / "server.json", facts)
 
     def words(self, server: Server, words: Sequence[str], port: int) -> list[str]:

@@ -36,9 +36,11 @@ def test_a_comparison_goes_on_with_what_has_no_result_yet(tmp_path: Path):
     assert missing(SMALL[0], 1, None, tmp_path) == []
 
 
-def test_a_server_that_was_interrupted_or_did_not_start_runs_all_its_loads_again(tmp_path: Path):
-    for name in SMALL[0].loads:
-        put(tmp_path, "tokenloom", name, 1, run(1.0))
+def test_a_server_of_which_nothing_is_known_runs_again_with_what_is_left_or_else_with_all(tmp_path: Path):
+    put(tmp_path, "tokenloom", "a", 1, run(1.0))
+    assert [load.name for load in missing(SMALL[0], 1, None, tmp_path)] == ["b", "b+busy"]
+    put(tmp_path, "tokenloom", "b", 1, run(1.0))
+    put(tmp_path, "tokenloom", "b+busy", 1, run(1.0))
     assert len(missing(SMALL[0], 1, None, tmp_path)) == 3
     put_facts(tmp_path, "tokenloom", 1, failed="it ended")
     assert len(missing(SMALL[0], 1, None, tmp_path)) == 3
