@@ -104,10 +104,15 @@ def _version(results: Results, server: Server) -> dict[str, str]:
 
 def _ceilings(results: Results) -> list[str]:
     rows = [
-        (str(number), _number(found.get("read_gb_s")), _number(found.get("gemm_gflop_s"), 0), _number(found.get("load_average"), 2))
+        (str(number), *(_number(found.get(key)) for key in ("read_gb_s", "read_median_gb_s", "gemm_gflop_s", "load_average")))
         for number, found in results.machines.items()
     ]
-    return ["", "## The machine in each round", "", *_table(("round", "memory read GB/s", "product GFLOP/s", "load average"), rows)]
+    return [
+        "",
+        "## The machine in each round",
+        "",
+        *_table(("round", "read GB/s", "median", "product GFLOP/s", "load average"), rows),
+    ]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
