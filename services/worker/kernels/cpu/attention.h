@@ -1,17 +1,26 @@
 // Paged causal attention over a ragged batch.
 //
 // A call is one KV head of a tile of one row's query tokens: up to kTileRows (token, query head) pairs, which read the same keys and values.
-// It walks the row's blocks from the first to the last; each block's scores are folded into a running maximum, sum and weighted value (the
-// online softmax of Milakov and Gimelshein 2018, arranged as in FlashAttention, Dao et al. 2022).
+//
+// A sequence is cut into spans of kSpan positions, and what a query sees of a span is computed by itself: a maximum, a sum of weights and a
+// weighted sum of values. Spans are merged in rising order (Flash-Decoding, Dao et al. 2023), so that threads may share a long sequence. Within
+// a span scores are folded in by stretches of kStretch positions (the online softmax of Milakov and Gimelshein 2018, arranged as in
+// FlashAttention, Dao et al. 2022). Spans and stretches belong to positions of the sequence, not to tiles, chunks or threads: who computes what
+// changes no bit of a result.
 //
 // Keys of a block are stored with the tokens side by side ([D, 16]) and values with the dimensions side by side ([16, D]), so that both
-// products are the same loop: a broadcast number times 16 others side by side, with no sum across lanes.
+// products are the same loop: a broadcast number times others side by side, with no sum across lanes. A register tile has kAttentionRows rows
+// and kAcross registers.
 //
-// A query's result depends on its own sequence up to its own position alone: sums follow dimensions and positions one by one, maxima and
-// rescaling go by blocks of 16 positions, and no product reads a value beyond the query's position. A weight of zero would not do there: zero
-// times a value that is not finite is NaN, and an earlier token's block may be another request's prefix.
+// A query's result depends on its own sequence up to its own position alone: sums follow dimensions and positions one by one, and no product
+// reads a value beyond the query's position. A weight of zero would not do there: zero times a value that is not finite is NaN, and an earlier
+// token's block may be another request's prefix.
 
 #pragma once
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
 
 #include "lanes.h"
 
@@ -19,121 +28,325 @@ namespace {
 
 using tokenloom::kBlock;
 using tokenloom::kMaxHeadDim;
+using tokenloom::kSpan;
 using tokenloom::kTileRows;
 
-// Registers that hold the 16 numbers of a product's row, and rows that are computed at once.
+constexpr int kStretch = 64;
+constexpr int kStretchBlocks = kStretch / kBlock;
+static_assert(kSpan % kStretch == 0, "a span is whole stretches");
+
+// Registers that hold 16 numbers side by side. 32 registers hold 6 times 4 sums and what they are made of, 16 hold 3 times 4.
 constexpr int kParts = kBlock / kLanes;
-constexpr int kRegisterRows = kLanes == 16 ? 8 : kLanes == 8 ? 4 : 2;
+constexpr int kAcross = 4;
+constexpr int kAcrossBlocks = kAcross / kParts;
+constexpr int kAttentionRows = kLanes == 16 ? 6 : 3;
 
-constexpr float kMasked = -3.0e38f;
+constexpr float kLeastScore = -3.0e38f;
+constexpr float kNothing = -std::numeric_limits<float>::infinity();  // the score of a position that is not seen
 
-// c[i][0..15] (+)= sum over k of a[i][k] * b[k][0..15], for N rows at once, k in rising order.
-template <int N>
-TOKENLOOM_INLINE void product(float *c, int c_stride, const float *a, int a_stride, const float *b, int b_stride, int depth, bool add) {
-    Lanes sums[N][kParts];
+// What rows of a tile have seen: the largest score, the sum of weights relative to it, and the values summed with these weights.
+struct Seen {
+    float *out;      // [rows, D]
+    float *maximum;  // [rows]
+    float *sum;      // [rows]
+};
+
+// A tile's memory. Row r is query token r / group and query head r % group of the KV head.
+struct Tile {
+    alignas(64) float queries[kMaxHeadDim * kTileRows];  // [D, rows], scaled
+    alignas(64) float weights[kTileRows * kStretch];     // scores first
+    alignas(64) float sums[kTileRows * kLanes];          // of a span's weights, by lane
+    alignas(64) float total[kTileRows * (kMaxHeadDim + 2)];
+    alignas(64) float span[kTileRows * (kMaxHeadDim + 2)];
+    int rows, dim, group;
+    int first, last;  // positions of the first query, and before which the last one's end
+    const float *keys[kStretchBlocks], *values[kStretchBlocks];            // blocks of the present stretch
+    const float *next_keys[kStretchBlocks], *next_values[kStretchBlocks];  // and of the one behind it
+    int blocks;
+
+    // Positions from `at` on that a row sees; not positive where it sees none.
+    int seen(int row, int at) const { return first + row / group + 1 - at; }
+};
+
+inline Seen seen_in(float *memory, int rows, int dim) { return {memory, memory + rows * dim, memory + rows * (dim + 1)}; }
+
+// Calls `call` with `rows` (1 to N) as a constant.
+template <int N, typename Call>
+TOKENLOOM_INLINE void with_rows(int rows, const Call &call) {
+    if (rows == N) return call(std::integral_constant<int, N>());
+    if constexpr (N > 1) with_rows<N - 1>(rows, call);
+}
+
+// Rows of the next register tile of those left: no last one is much smaller than the others, for few rows wait for their own sums.
+inline int rows_at_once(int left) {
+    if (left >= 2 * kAttentionRows || left == kAttentionRows) return kAttentionRows;
+    return left < kAttentionRows ? left : (left + 1) / 2;
+}
+
+// scores[i][..] = sum over d of queries[d][i] * keys[d][..], d in rising order, for N rows and the positions of kBlocks blocks.
+template <int N, int kBlocks, bool kFetch>
+TOKENLOOM_INLINE void score(Tile &tile, int row, int block) {
+    constexpr int registers = kBlocks * kParts;
+    const float *queries = tile.queries + row, *const *keys = tile.keys + block, *const *next = tile.next_keys + block;
+    const int dim = tile.dim, stride = tile.rows;
+    Lanes sums[N][registers];
+#pragma GCC unroll 8
     for (int i = 0; i < N; ++i) {
-        for (int j = 0; j < kParts; ++j) sums[i][j] = add ? TOKENLOOM_CONST_LANES(c + i * c_stride + j * kLanes) : kZero;
+#pragma GCC unroll 8
+        for (int j = 0; j < registers; ++j) sums[i][j] = kZero;
     }
-    for (int k = 0; k < depth; ++k) {
-        Lanes factors[kParts];
-        for (int j = 0; j < kParts; ++j) factors[j] = TOKENLOOM_CONST_LANES(b + k * b_stride + j * kLanes);
+    for (int d = 0; d < dim; ++d, queries += stride) {
+        Lanes key[registers];
+        for (int j = 0; j < registers; ++j) key[j] = TOKENLOOM_CONST_LANES(keys[j / kParts] + d * kBlock + j % kParts * kLanes);
+        for (int j = 0; kFetch && j < kBlocks; ++j) __builtin_prefetch(next[j] + d * kBlock, 0, 2);
         for (int i = 0; i < N; ++i) {
-            const float factor = a[i * a_stride + k];
-            for (int j = 0; j < kParts; ++j) sums[i][j] += factor * factors[j];
+            const float query = queries[i];
+            for (int j = 0; j < registers; ++j) sums[i][j] += query * key[j];
+        }
+    }
+    float *scores = tile.weights + row * kStretch + block * kBlock;
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < registers; ++j) TOKENLOOM_LANES(scores + i * kStretch + j * kLanes) = sums[i][j];
+    }
+}
+
+// Scores of rows from `from` on against as much of the stretch at `at` as they see, in whole blocks.
+inline void score_rows(Tile &tile, int from, int at) {
+    for (int row = from, count = 0; row < tile.rows; row += count) {
+        count = rows_at_once(tile.rows - row);
+        const int blocks = std::min(tile.blocks, (tile.seen(row + count - 1, at) + kBlock - 1) / kBlock);
+        int block = 0;
+        for (; block + kAcrossBlocks <= blocks; block += kAcrossBlocks) {
+            with_rows<kAttentionRows>(count, [&](auto n) {
+                if (row == from) return score<n.value, kAcrossBlocks, true>(tile, row, block);
+                score<n.value, kAcrossBlocks, false>(tile, row, block);
+            });
+        }
+        for (; block < blocks; ++block) with_rows<kAttentionRows>(count, [&](auto n) { score<n.value, 1, false>(tile, row, block); });
+    }
+}
+
+TOKENLOOM_INLINE Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+
+inline float largest_of(const Lanes *value) {
+    typedef float Quad __attribute__((vector_size(16), may_alias));
+    const Quad *quads = reinterpret_cast<const Quad *>(value);
+    Quad most = quads[0];
+    for (int at = 1; at < kLanes / 4; ++at) most = quads[at] > most ? quads[at] : most;
+    return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
+}
+
+TOKENLOOM_INLINE IntLanes lane_numbers() {
+    IntLanes numbers;
+    for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = lane;
+    return numbers;
+}
+
+// 2 to the power of x for x <= 0, within 1.5 units in the last place: exactly 1 at 0, 0 below -126.5. NaN stays NaN. The polynomial of degree 5
+// has the least relative error from -1/2 to 1/2 of those that are 1 at 0.
+TOKENLOOM_INLINE void exp2_in_place(Lanes *value) {
+    const Lanes floor = -127.0f * kOne, x = floor > *value ? floor : *value;
+    const float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23: a number added to it is rounded to an integer in its low bits, here an exponent's
+    const Lanes shifted = x + magic;
+    const Lanes r = x - (shifted - magic);
+    Lanes p = r * 1.326469821e-3f + 9.671509266e-3f;
+    p = p * r + 5.550733954e-2f;
+    p = p * r + 2.402224243e-1f;
+    p = p * r + 6.931470037e-1f;
+    p = p * r + 1.0f;
+    *value = p * (Lanes)((IntLanes)shifted << 23);
+}
+
+// Turns a row's scores of a stretch into weights, the first `seen` (at least 1) of them not zero, and rescales what the row has of the span so
+// far. Never inlined: one piece of code, so that the compiler contracts its sums in one way whatever the call.
+__attribute__((noinline)) void soften(Tile &tile, const Seen &span, int row, int seen) {
+    float *weights = tile.weights + row * kStretch, *sums = tile.sums + row * kLanes;
+    for (int at = 0; seen < kStretch && at < kStretch; at += kLanes)
+        TOKENLOOM_LANES(weights + at) = lane_numbers() < seen - at ? TOKENLOOM_LANES(weights + at) : kNothing * kOne;
+    Lanes most = TOKENLOOM_LANES(weights), sum = kZero;
+    for (int at = kLanes; at < kStretch; at += kLanes) most = larger(TOKENLOOM_LANES(weights + at), most);
+    const float before = span.maximum[row], now = largest_of(&most), best = now > before ? now : before;
+    for (int at = 0; at < kStretch; at += kLanes) {
+        Lanes weight = TOKENLOOM_LANES(weights + at) - best;
+        exp2_in_place(&weight);
+        TOKENLOOM_LANES(weights + at) = weight;
+        sum += weight;
+    }
+    Lanes change = (before - best) * kOne;
+    if (change[0] != 0.0f) {
+        exp2_in_place(&change);
+        TOKENLOOM_LANES(sums) *= change;
+        float *out = span.out + row * tile.dim;
+        for (int d = 0; d < tile.dim; d += kLanes) TOKENLOOM_LANES(out + d) *= change;
+    }
+    TOKENLOOM_LANES(sums) += sum;
+    span.maximum[row] = best;
+}
+
+// out[i][column ..] += sum of weights[i][p] * values[p][column ..] for the positions p from `from` to before `to`, in rising order.
+template <int N, int kRegisters, bool kFetch>
+TOKENLOOM_INLINE void weigh(const Tile &tile, float *out, int row, int column, int from, int to) {
+    const int dim = tile.dim;
+    const float *weights = tile.weights + row * kStretch;
+    out += row * dim + column;
+    Lanes sums[N][kRegisters];
+    for (int i = 0; i < N; ++i) {
+        for (int j = 0; j < kRegisters; ++j) sums[i][j] = TOKENLOOM_LANES(out + i * dim + j * kLanes);
+    }
+    for (int at = from; at < to;) {
+        const int offset = at % kBlock * dim + column, end = std::min(to, at / kBlock * kBlock + kBlock);
+        const float *values = tile.values[at / kBlock] + offset, *next = tile.next_values[at / kBlock] + offset;
+        for (; at < end; ++at, values += dim, next += dim) {
+            Lanes value[kRegisters];
+            for (int j = 0; j < kRegisters; ++j) value[j] = TOKENLOOM_CONST_LANES(values + j * kLanes);
+            for (int j = 0; kFetch && j < kRegisters * kLanes; j += 16) __builtin_prefetch(next + j, 0, 2);
+            for (int i = 0; i < N; ++i) {
+                const float weight = weights[i * kStretch + at];
+                for (int j = 0; j < kRegisters; ++j) sums[i][j] += weight * value[j];
+            }
         }
     }
     for (int i = 0; i < N; ++i) {
-        for (int j = 0; j < kParts; ++j) TOKENLOOM_LANES(c + i * c_stride + j * kLanes) = sums[i][j];
+        for (int j = 0; j < kRegisters; ++j) TOKENLOOM_LANES(out + i * dim + j * kLanes) = sums[i][j];
     }
 }
 
-inline void product_rows(int rows, float *c, int c_stride, const float *a, int a_stride, const float *b, int b_stride, int depth, bool add) {
-    int i = 0;
-    for (; i + kRegisterRows <= rows; i += kRegisterRows)
-        product<kRegisterRows>(c + i * c_stride, c_stride, a + i * a_stride, a_stride, b, b_stride, depth, add);
-    for (; i + 2 <= rows; i += 2) product<2>(c + i * c_stride, c_stride, a + i * a_stride, a_stride, b, b_stride, depth, add);
-    for (; i < rows; ++i) product<1>(c + i * c_stride, c_stride, a + i * a_stride, a_stride, b, b_stride, depth, add);
+template <int N, bool kFetch>
+TOKENLOOM_INLINE void weigh_all(const Tile &tile, float *out, int row, int from, int to) {
+    int column = 0;
+    for (; column + kAcross * kLanes <= tile.dim; column += kAcross * kLanes) weigh<N, kAcross, kFetch>(tile, out, row, column, from, to);
+    for (; column < tile.dim; column += kBlock) weigh<N, kParts, kFetch>(tile, out, row, column, from, to);
 }
 
-// A tile's running state. Row r is query token r / group and query head r % group of the KV head.
-struct Tile {
-    alignas(64) float queries[kTileRows * kMaxHeadDim];
-    alignas(64) float out[kTileRows * kMaxHeadDim];
-    alignas(64) float weights[kTileRows * kBlock];
-    float maximum[kTileRows];
-    float sum[kTileRows];
-    int rows;
-};
-
-// Turns a row's scores of one block into weights, the first `visible` of them not zero, and rescales what the row has so far.
-inline void soften(Tile &tile, int row, int visible, float scale, int head_dim) {
-    float *weights = tile.weights + row * kBlock;
-    const int seen = visible < 0 ? 0 : visible < kBlock ? visible : kBlock;
-    float best = tile.maximum[row], sum = 0.0f;
-    for (int at = 0; at < kBlock; at += kLanes) TOKENLOOM_LANES(weights + at) = TOKENLOOM_LANES(weights + at) * scale;
-    for (int at = 0; at < seen; ++at) best = weights[at] > best ? weights[at] : best;
-    for (int at = seen; at < kBlock; ++at) weights[at] = kMasked;
-    for (int at = 0; at < kBlock; at += kLanes) {
-        Lanes part = TOKENLOOM_LANES(weights + at) - best;
-        exp_in_place(&part);
-        TOKENLOOM_LANES(weights + at) = part;
-    }
-    for (int at = 0; at < seen; ++at) sum += weights[at];
-    Lanes change = (tile.maximum[row] - best) * kOne;
-    exp_in_place(&change);
-    tile.sum[row] = tile.sum[row] * change[0] + sum;
-    tile.maximum[row] = best;
-    if (change[0] == 1.0f) return;
-    float *out = tile.out + row * head_dim;
-    for (int d = 0; d < head_dim; d += kLanes) TOKENLOOM_LANES(out + d) = TOKENLOOM_LANES(out + d) * change[0];
-}
-
-// Adds one block's values to all rows, each of `tokens` tokens up to what it sees: the first token `visible` positions, each further one more.
-inline void add_values(Tile &tile, int tokens, int group, int visible, const float *values, int dim) {
-    const int common = visible < 0 ? 0 : visible < kBlock ? visible : kBlock;
-    for (int d = 0; d < dim; d += kBlock) product_rows(tile.rows, tile.out + d, dim, tile.weights, kBlock, values + d, dim, common, true);
-    for (int token = 1; common < kBlock && token < tokens; ++token) {
-        const int own = visible + token < kBlock ? visible + token : kBlock, row = token * group;
-        for (int d = 0; d < dim && own > common; d += kBlock)
-            product_rows(group, tile.out + row * dim + d, dim, tile.weights + row * kBlock + common, kBlock, values + common * dim + d, dim,
-                         own - common, true);
+// Adds the stretch's values to rows from `from` on: to those of a register tile what all of them see, then to each what it alone does.
+inline void weigh_rows(const Tile &tile, float *out, int from, int at) {
+    for (int row = from, count = 0; row < tile.rows; row += count) {
+        count = rows_at_once(tile.rows - row);
+        const int common = std::min(kStretch, tile.seen(row, at));
+        with_rows<kAttentionRows>(count, [&](auto n) {
+            if (row == from) return weigh_all<n.value, true>(tile, out, row, 0, common);
+            weigh_all<n.value, false>(tile, out, row, 0, common);
+        });
+        for (int other = row + 1; common < kStretch && other < row + count; ++other) {
+            const int own = std::min(kStretch, tile.seen(other, at));
+            if (own > common) weigh_all<1, false>(tile, out, other, common, own);
+        }
     }
 }
 
-void run_tile(const tokenloom::Attention &args, Tile &tile, int row, int head, int first, int tokens) {
-    const int group = args.query_heads / args.kv_heads, dim = args.head_dim;
-    const int query_start = args.query_starts[row], length = args.kv_lengths[row];
-    const int start = length - (args.query_starts[row + 1] - query_start);  // position of the row's first query
-    tile.rows = tokens * group;
-    for (int r = 0; r < tile.rows; ++r) {
-        const int64_t token = query_start + first + r / group;
-        const float *query = args.queries + (token * args.query_heads + head * group + r % group) * dim;
-        for (int d = 0; d < dim; ++d) tile.queries[r * dim + d] = query[d], tile.out[r * dim + d] = 0.0f;
-        tile.maximum[r] = kMasked;
-        tile.sum[r] = 0.0f;
-    }
-    const int last = start + first + tokens;  // positions that the tile's last query sees
-    for (int at = 0; at < last; at += kBlock) {
-        const int64_t block = args.tables[(int64_t)row * args.table_width + at / kBlock];
-        const float *keys = args.keys + (block * args.kv_heads + head) * dim * kBlock;
-        const float *values = args.values + (block * args.kv_heads + head) * kBlock * dim;
-        product_rows(tile.rows, tile.weights, kBlock, tile.queries, dim, keys, kBlock, dim, false);
-        for (int r = 0; r < tile.rows; ++r) soften(tile, r, start + first + r / group + 1 - at, args.scale, dim);
-        add_values(tile, tokens, group, start + first + 1 - at, values, dim);
-    }
-    for (int r = 0; r < tile.rows; ++r) {
-        const int64_t token = query_start + first + r / group;
-        float *out = args.out + (token * args.query_heads + head * group + r % group) * dim;
-        const float inverse = 1.0f / tile.sum[r];
-        for (int d = 0; d < dim; ++d) out[d] = tile.out[r * dim + d] * inverse;
+// Where the blocks of the stretch at `at` lie, and those of the next (or these once more).
+inline void find_blocks(const tokenloom::Attention &args, Tile &tile, const tokenloom::QueryTile &which, int at) {
+    const int32_t *table = args.tables + (int64_t)which.row * args.table_width;
+    const int end = (tile.last + kBlock - 1) / kBlock, first = at / kBlock;
+    const int64_t stride = (int64_t)args.head_dim * kBlock;
+    tile.blocks = std::min(kStretchBlocks, end - first);
+    for (int block = 0; block < tile.blocks; ++block) {
+        const int following = first + block + kStretchBlocks < end ? first + block + kStretchBlocks : first + block;
+        const int64_t place = ((int64_t)table[first + block] * args.kv_heads + which.kv_head) * stride;
+        const int64_t next = ((int64_t)table[following] * args.kv_heads + which.kv_head) * stride;
+        tile.keys[block] = args.keys + place, tile.values[block] = args.values + place;
+        tile.next_keys[block] = args.keys + next, tile.next_values[block] = args.values + next;
     }
 }
 
-void attention(const tokenloom::Attention &args, tokenloom::QueryTile at, int32_t kv_head) {
+// What the tile's rows see of a span.
+void attend(const tokenloom::Attention &args, Tile &tile, const tokenloom::QueryTile &which, int span, const Seen &to) {
+    std::fill(to.out, to.out + tile.rows * tile.dim, 0.0f);
+    std::fill(to.maximum, to.maximum + tile.rows, kLeastScore);
+    std::fill(tile.sums, tile.sums + tile.rows * kLanes, 0.0f);
+    const int end = std::min(tile.last, (span + 1) * kSpan);
+    for (int at = span * kSpan; at < end; at += kStretch) {
+        const int from = at > tile.first ? (at - tile.first) * tile.group : 0;  // rows before it see nothing here
+        find_blocks(args, tile, which, at);
+        score_rows(tile, from, at);
+        for (int row = from; row < tile.rows; ++row) soften(tile, to, row, std::min(kStretch, tile.seen(row, at)));
+        weigh_rows(tile, to.out, from, at);
+    }
+    for (int row = 0; row < tile.rows; ++row) {
+        const Lanes sums = TOKENLOOM_LANES(tile.sums + row * kLanes);
+        to.sum[row] = sum_of(&sums);
+    }
+}
+
+// Adds what the rows see of a span to what they saw before it. Rows that end before the span stay as they are, to the bit.
+__attribute__((noinline)) void merge(const Tile &tile, const Seen &total, const Seen &part, int span) {
+    for (int row = 0; row < tile.rows; ++row) {
+        if (tile.seen(row, span * kSpan) <= 0) continue;
+        const float before = total.maximum[row], other = part.maximum[row], best = other > before ? other : before;
+        Lanes old = (before - best) * kOne, fresh = (other - best) * kOne;
+        exp2_in_place(&old);
+        exp2_in_place(&fresh);
+        total.maximum[row] = best;
+        total.sum[row] = total.sum[row] * old[0] + part.sum[row] * fresh[0];
+        float *out = total.out + row * tile.dim;
+        const float *more = part.out + row * tile.dim;
+        for (int d = 0; d < tile.dim; d += kLanes)
+            TOKENLOOM_LANES(out + d) = TOKENLOOM_LANES(out + d) * old + TOKENLOOM_CONST_LANES(more + d) * fresh;
+    }
+}
+
+void place(const tokenloom::Attention &args, Tile &tile, const tokenloom::QueryTile &which) {
+    tile.group = args.query_heads / args.kv_heads, tile.dim = args.head_dim, tile.rows = which.tokens * tile.group;
+    const int tokens = args.query_starts[which.row + 1] - args.query_starts[which.row];
+    tile.first = args.kv_lengths[which.row] - tokens + which.first;
+    tile.last = tile.first + which.tokens;
+}
+
+// Where the tile's row lies among the step's queries and results.
+inline int64_t offset_of(const tokenloom::Attention &args, const Tile &tile, const tokenloom::QueryTile &which, int row) {
+    const int64_t token = args.query_starts[which.row] + which.first + row / tile.group;
+    return (token * args.query_heads + which.kv_head * tile.group + row % tile.group) * tile.dim;
+}
+
+void load_queries(const tokenloom::Attention &args, Tile &tile, const tokenloom::QueryTile &which) {
+    const float scale = args.scale * 1.44269504f;  // scores are exponents of two from here on
+    for (int row = 0; row < tile.rows; ++row) {
+        const float *query = args.queries + offset_of(args, tile, which, row);
+        for (int d = 0; d < tile.dim; ++d) tile.queries[d * tile.rows + row] = query[d] * scale;
+    }
+}
+
+void store_result(const tokenloom::Attention &args, const Tile &tile, const tokenloom::QueryTile &which, const Seen &total) {
+    for (int row = 0; row < tile.rows; ++row) {
+        float *out = args.out + offset_of(args, tile, which, row);
+        const float inverse = 1.0f / total.sum[row];
+        for (int d = 0; d < tile.dim; ++d) out[d] = total.out[row * tile.dim + d] * inverse;
+    }
+}
+
+// A whole tile.
+void attention(const tokenloom::Attention &args, tokenloom::QueryTile which) {
     Tile tile;
-    const int whole = kTileRows / (args.query_heads / args.kv_heads);
-    const int left = args.query_starts[at.row + 1] - args.query_starts[at.row] - at.first;
-    run_tile(args, tile, at.row, kv_head, at.first, left < whole ? left : whole);
+    place(args, tile, which);
+    load_queries(args, tile, which);
+    const Seen total = seen_in(tile.total, tile.rows, tile.dim), part = seen_in(tile.span, tile.rows, tile.dim);
+    attend(args, tile, which, 0, total);
+    for (int span = 1; span * kSpan < tile.last; ++span) {
+        attend(args, tile, which, span, part);
+        merge(tile, total, part, span);
+    }
+    store_result(args, tile, which, total);
+}
+
+// Some spans of a tile, each into a part of its own.
+void attention_spans(const tokenloom::Attention &args, tokenloom::QueryTile which, tokenloom::Range spans, float *parts) {
+    Tile tile;
+    place(args, tile, which);
+    load_queries(args, tile, which);
+    for (int span = spans.first; span < spans.last; ++span)
+        attend(args, tile, which, span, seen_in(parts + (int64_t)span * tile.rows * (tile.dim + 2), tile.rows, tile.dim));
+}
+
+// A tile's result from the parts of all its spans.
+void attention_merge(const tokenloom::Attention &args, tokenloom::QueryTile which, float *parts) {
+    Tile tile;
+    place(args, tile, which);
+    const Seen total = seen_in(parts, tile.rows, tile.dim);
+    for (int span = 1; span * kSpan < tile.last; ++span)
+        merge(tile, total, seen_in(parts + (int64_t)span * tile.rows * (tile.dim + 2), tile.rows, tile.dim), span);
+    store_result(args, tile, which, total);
 }
 
 }  // namespace

@@ -10,7 +10,8 @@ namespace tokenloom {
 
 constexpr int kBlock = 16;        // tokens of a KV block
 constexpr int kMaxHeadDim = 256;  // floats of a head; a multiple of 16
-constexpr int kTileRows = 32;     // (token, query head) pairs of an attention tile; so at most 32 query heads share a KV head
+constexpr int kTileRows = 48;     // (token, query head) pairs of an attention tile: at least the 32 query heads that may share a KV head
+constexpr int kSpan = 256;        // positions of a sequence whose attention is summed by itself
 constexpr int kPanel = 32;        // output columns of a packed weight's panel
 
 // From `first` to before `last`.
@@ -18,9 +19,9 @@ struct Range {
     int32_t first, last;
 };
 
-// Query tokens of one row that an attention call takes: as many as fit a tile, from `first` of the row on.
+// One KV head of `tokens` query tokens of one row, from its `first` on: at most kTileRows with the query heads that share the KV head.
 struct QueryTile {
-    int32_t row, first;
+    int32_t row, first, tokens, kv_head;
 };
 
 struct Gather {
@@ -91,7 +92,10 @@ struct Variant {
     void (*linear)(const Linear &, Range panels, Range rows);
     void (*norm)(const Norm &, Range rows);
     void (*rope_cache)(const RopeCache &, Range tokens);
-    void (*attention)(const Attention &, QueryTile tile, int32_t kv_head);
+    void (*attention)(const Attention &, QueryTile tile);
+    // The same in two: spans of the tile, each into its own [rows * (D + 2)] floats of `parts`, then all of them into the result.
+    void (*attention_spans)(const Attention &, QueryTile tile, Range spans, float *parts);
+    void (*attention_merge)(const Attention &, QueryTile tile, float *parts);
 };
 
 }  // namespace tokenloom

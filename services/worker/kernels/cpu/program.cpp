@@ -43,10 +43,11 @@ Program::Program(const Variant &variant, Team &team, const Instruction *instruct
         if (item.kind == Kind::kRopeCache) positions_ = std::min<int64_t>(positions_, item.bound);
         if (item.kind == Kind::kRopeCache || item.kind == Kind::kAttention) blocks_ = std::min<int64_t>(blocks_, item.blocks);
         if (item.kind != Kind::kAttention) continue;
-        const int32_t queries = kTileRows / (item.query_heads / item.kv_heads);
-        auto same = std::find_if(tilings_.begin(), tilings_.end(), [&](const Tiling &tiling) { return tiling.queries == queries; });
-        cut.tiles = static_cast<int32_t>(same - tilings_.begin());
-        if (same == tilings_.end()) tilings_.push_back({queries, {}});
+        const auto same = std::find_if(tilings_.begin(), tilings_.end(), [&](const Tiling &tiling) {
+            return tiling.serves(item.query_heads, item.kv_heads, item.head_dim);
+        });
+        cut.tiling = static_cast<int32_t>(same - tilings_.begin());
+        if (same == tilings_.end()) tilings_.emplace_back(item.query_heads, item.kv_heads, item.head_dim);
     }
 }
 
@@ -135,11 +136,7 @@ void Program::lay_out() {
 void Program::cut(bool sampled_only) {
     for (Tiling &tiling : tilings_) {
         if (sampled_only) break;  // the rows that it would read are no longer the caller's
-        tiling.tiles.clear();
-        for (int32_t row = 0; row < inputs_.rows; ++row) {
-            const int32_t tokens = inputs_.query_starts[row + 1] - inputs_.query_starts[row];
-            for (int32_t first = 0; first < tokens; first += tiling.queries) tiling.tiles.push_back({row, first});
-        }
+        tiling.cut(inputs_.query_starts, inputs_.kv_lengths, inputs_.rows, team_.size());
     }
     for (size_t index = 0; index < instructions_.size(); ++index) {
         const Instruction &item = instructions_[index];
@@ -155,7 +152,7 @@ void Program::cut(bool sampled_only) {
             cut.panels = rows > kFewRows ? 1 : std::clamp(panels / (kPiecesPerMember * team_.size()), 1, kMostPanelsAtOnce);
             cut.pieces = static_cast<uint32_t>(cut.across) * ceil_div(panels, cut.panels);
         } else if (item.kind == Kind::kAttention) {
-            cut.pieces = static_cast<uint32_t>(tilings_[cut.tiles].tiles.size()) * item.kv_heads;
+            cut.pieces = tilings_[cut.tiling].pieces();
         } else {
             cut.pieces = ceil_div(rows, kRowsAtOnce);
         }
@@ -209,10 +206,11 @@ void Program::run_piece(size_t index, uint32_t piece) const {
                                         item.query_heads, item.kv_heads, item.head_dim},
                                        rows);
         case Kind::kAttention:
-            return variant_.attention(
+            return tilings_[cuts_[index].tiling].run(
+                variant_,
                 {to, from, item.keys, item.values, inputs_.query_starts, inputs_.kv_lengths, inputs_.tables, inputs_.table_width,
                  item.query_heads, item.kv_heads, item.head_dim, item.number},
-                tilings_[cuts_[index].tiles].tiles[piece / item.kv_heads], static_cast<int32_t>(piece % item.kv_heads));
+                piece);
     }
 }
 

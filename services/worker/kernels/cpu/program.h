@@ -13,6 +13,7 @@
 
 #include "kernels.h"
 #include "team.h"
+#include "tiling.h"
 
 namespace tokenloom {
 
@@ -81,12 +82,8 @@ class Program final : public Job {
     struct Cut {
         uint32_t pieces;
         int32_t across;  // linear: pieces beside one another for the same panels
-        int32_t tiles;   // attention: index into tilings_
+        int32_t tiling;  // attention: index into tilings_
         int32_t panels;  // linear: panels of a piece
-    };
-    struct Tiling {
-        int32_t queries;  // query tokens of a tile
-        std::vector<QueryTile> tiles;
     };
 
     const char *fault(const StepInputs &inputs) const;

@@ -11,5 +11,5 @@
 
 extern const tokenloom::Variant TOKENLOOM_SYMBOL(TOKENLOOM_ISA);
 const tokenloom::Variant TOKENLOOM_SYMBOL(TOKENLOOM_ISA) = {
-    TOKENLOOM_STRING(TOKENLOOM_ISA), gather, linear, norm, rope_cache, attention,
+    TOKENLOOM_STRING(TOKENLOOM_ISA), gather, linear, norm, rope_cache, attention, attention_spans, attention_merge,
 };
