@@ -18,7 +18,7 @@ from bench.peers.targets import Reached
 from bench.peers.weights import SharedWeights
 
 _KEPT = ("statistics", "cpu", "memory", "ceilings", "seed", "started_at", "attempt", "command")
-_COLUMNS = ("output tok/s", "total tok/s", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p50 / p99")
+_COLUMNS = ("output tok/s", "total tok/s", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p50 / p99", "others, cores")
 
 
 def markdown(results: Results, machine: Machine, weights: SharedWeights) -> str:
@@ -27,7 +27,7 @@ def markdown(results: Results, machine: Machine, weights: SharedWeights) -> str:
     lines = [f"# Comparison with other servers, {today}", ""]
     lines += [
         f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, {machine.system}; Python {machine.python}.",
-        f"Tree {machine.client_commit}. Rounds: {len(results.rounds)}, servers one after the other in rotated order.",
+        f"Tree {', '.join(results.trees()) or 'unknown'}. Rounds: {len(results.rounds)}, servers one after the other in rotated order.",
         f"Model: {weights.model}; every float32 server has the same bits.",
         "Written by `make bench`; docs/benchmarks.md says what each figure means and what is weak in the comparison.",
         "",
@@ -42,9 +42,10 @@ def markdown(results: Results, machine: Machine, weights: SharedWeights) -> str:
 
 
 def _targets(results: Results) -> list[str]:
-    lines = ["## Targets", "", "Ratio of the medians over rounds; in brackets the least and the most of the rounds' own ratios.", ""]
+    lines = ["## Targets", "", "Ratio of the medians over rounds; in brackets the least and the most of the rounds' own ratios."]
+    lines += ["Others: the most that other processes used of the cores meanwhile, beside the one and the other server.", ""]
     rows = [_ratio_row(one, results) for one in results.ratios()]
-    lines += _table(("figure", "of", "over", "load", "at least (at most)", "goal", "reached", ""), rows)
+    lines += _table(("figure", "of", "over", "load", "at least (at most)", "goal", "reached", "others, cores", ""), rows)
     rows = [(one.label, one.wanted, one.reached, one.verdict) for one in results.conditions()]
     return [*lines, "", *_table(("figure", "wanted", "reached", ""), rows), ""]
 
@@ -53,10 +54,12 @@ def _ratio_row(one: Reached, results: Results) -> tuple[str, ...]:
     target = one.target
     shown = "-" if one.ratio is None else f"{one.ratio:.2f}x ({one.low:.2f} to {one.high:.2f})"
     ours = next(server for server in results.servers if server.name == target.ours)
-    counts = one.verdict if not ours.exact or results.gate(ours)[1] else f"{one.verdict}, but does not count: gate {results.gate(ours)[0]}"
+    passed = one.ratio is None or not ours.exact or results.gate(ours)[1]
+    counts = one.verdict if passed else f"{one.verdict}, but does not count: gate {results.gate(ours)[0]}"
+    others = " / ".join(_number(results.others(server, target.load), 2) for server in (target.ours, target.peer))
     goal = "-" if target.goal is None else f"{target.goal:g}x"
     least = f"{target.least:g}x" if target.rising else f"({target.least:g}x)"
-    return target.label, target.ours, target.peer, target.load, least, goal, shown, counts
+    return target.label, target.ours, target.peer, target.load, least, goal, shown, others, counts
 
 
 def _figures(results: Results) -> list[str]:
@@ -74,6 +77,7 @@ def _cells(results: Results, server: str, load: str) -> Iterable[str]:
     yield _number(results.middle("total_tokens_per_s", server, load))
     for kind in ("ttft", "tpot", "itl"):
         yield " / ".join(_number(results.middle(f"{kind}_{part}", server, load)) for part in ("p50", "p99"))
+    yield _number(results.others(server, load), 2)
 
 
 def _servers(results: Results) -> list[str]:

@@ -63,6 +63,15 @@ class Results:
         """The median of a figure over the rounds."""
         return median(partial(self.figure, name), server, load, self.rounds)
 
+    def others(self, server: str, load: str) -> float | None:
+        """The most cores that other processes used during a load, the busy one of "+busy" among them."""
+        found = [result["cpu"]["others_cores"] for (s, w, _), result in self.runs.items() if (s, w) == (server, load)]
+        return max(found, default=None)
+
+    def trees(self) -> list[str]:
+        """The commits that the runs were made with: more than one where a run went on after a commit."""
+        return sorted({str(result["machine"].get("client_commit")) for result in self.runs.values()})
+
     def ratios(self) -> list[Reached]:
         """Every target that is a ratio of two servers that were both asked for."""
         names = {server.name for server in self.servers}

@@ -21,7 +21,13 @@ def run(rate: float, *, others: float = 0.0, failed: int = 0, tpot: float = 10.0
     times = {"count": 4, "mean": tpot, "p50": tpot, "p95": tpot, "p99": 2 * tpot, "max": tpot}
     statistics = {"completed": 4, "failed": failed, "failures": {}, "output_tokens_per_s": rate, "total_tokens_per_s": 2 * rate}
     statistics |= {"ttft_ms": times, "tpot_ms": times, "itl_ms": times}
-    return {"statistics": statistics, "cpu": {"others_cores": others}, "machine": {"cores": 2}, "seed": 1, "ceilings": {"read_gb_s": 50.0}}
+    return {
+        "statistics": statistics,
+        "cpu": {"others_cores": others},
+        "machine": {"cores": 2, "client_commit": "abc"},
+        "seed": 1,
+        "ceilings": {"read_gb_s": 50.0},
+    }
 
 
 def put(out: Path, server: str, load: str, number: int, content: dict[str, Any]) -> None:

@@ -55,8 +55,8 @@ def results(out: Path) -> Results:
 
 def test_the_page_shows_each_target_with_its_verdict(out: Path):
     page = markdown(results(out), MACHINE, WEIGHTS)
-    assert "| output tok/s, 1 stream | tokenloom | vllm | a | 1.5x | 1.6x | 2.00x (2.00 to 2.00) | goal met |" in page
-    assert "| output tok/s, 1 stream | tokenloom | llamacpp | a | 1.2x | - | - | not measured |" in page
+    assert "| output tok/s, 1 stream | tokenloom | vllm | a | 1.5x | 1.6x | 2.00x (2.00 to 2.00) | 0.00 / 0.00 | goal met |" in page
+    assert "| output tok/s, 1 stream | tokenloom | llamacpp | a | 1.2x | - | - | 0.00 / - | not measured |" in page
     assert "20 of 20" in page
     assert "tokenloom: serve {float32}" in page
 
