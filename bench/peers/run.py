@@ -105,8 +105,10 @@ class Comparison:
             "f32": self.weights.f32,
             "q8_0": self.weights.q8_0,
             "packaged": self.weights.packaged,
+            "gguf_directory": self.weights.packaged.parent,
             "env": environment(server.environment) if server.environment else "",
             "python": sys.executable,
+            "path": os.environ.get("PATH", os.defpath),
             "cores": len(cores),
             "core_list": ",".join(map(str, cores)),
         }

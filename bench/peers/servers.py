@@ -1,7 +1,8 @@
 """The servers of the comparison, as data: a new one, or another flag, is a line here and no code.
 
 Words in braces are filled in when a server starts: {port}, {model} (its name), {float32} and {endless} (directories), {f32}, {q8_0} and
-{packaged} (GGUF files), {env} (the peer's environment), {python} (this one), {cores} (their number) and {core_list}.
+{packaged} (GGUF files), {gguf_directory} (of the latter), {env} (the peer's environment), {python} (this one), {path} (this process's),
+{cores} (their number) and {core_list}.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ SERVERS = (
             "VLLM_CPU_KVCACHE_SPACE": "4",
             "VLLM_CPU_OMP_THREADS_BIND": "{core_list}",
             "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PATH": "{env}/bin:{path}",
         },
         loads=_WITH_BUSY,
         kv_bytes=4 * _GIB,
@@ -80,6 +83,7 @@ SERVERS = (
             "--device", "cpu", "--host", "127.0.0.1", "--port", "{port}",
         ),
         environment="transformers",
+        variables={"HF_HUB_OFFLINE": "1"},
         rounds=1,
         ignore_eos=False,
         exact=None,
@@ -87,7 +91,13 @@ SERVERS = (
     ),
     Server("tokenloom-int8", "Tokenloom, int8", (*_TOKENLOOM, "--quantization", "int8"), kv_bytes=4 * _GIB, version_of="tokenloom"),
     _llama("llamacpp-q8", "llama.cpp server, Q8_0", "{q8_0}", loads=("c", "a")),
-    Server("tokenloom-int4", "Tokenloom, int4", (*_TOKENLOOM, "--quantization", "int4"), kv_bytes=4 * _GIB, version_of="tokenloom"),
+    Server(
+        "tokenloom-int4",
+        "Tokenloom, int4 (the packaged GGUF's blocks)",
+        (*(word.replace("{float32}", "{gguf_directory}") for word in _TOKENLOOM), "--quantization", "int4"),
+        kv_bytes=4 * _GIB,
+        version_of="tokenloom",
+    ),
     _llama("llamacpp-q4", "llama.cpp server, Q4_1 (the packaged GGUF)", "{packaged}", loads=("b", "a"), rounds=1),
 )  # fmt: skip
 
