@@ -81,7 +81,7 @@ def _cells(results: Results, server: str, load: str) -> Iterable[str]:
 
 
 def _servers(results: Results) -> list[str]:
-    lines = ["## Servers", "", "Ready: /health answers; answer: a chat of one token does. Memory of all processes in MB.", ""]
+    lines = ["## Servers", "", "Ready: /ready or /health answers; answer: a chat of one token does. Memory of all processes in MB.", ""]
     rows = []
     for server in results.servers:
         cells = [results.fact(server.name, *path) for path in (("ready_s",), ("first_answer_s",), ("memory_ready", "pss_mb"))]

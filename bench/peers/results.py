@@ -107,11 +107,13 @@ class Results:
         return f"{worst['equal']} of {worst['prompts']}", worst["equal"] == worst["prompts"]
 
     def floor_factor(self, server: str) -> float | None:
-        """Time per output token at one stream over what reading the weights once takes at the bandwidth measured just before."""
+        """Time per output token at one stream over what reading the weights once takes at the bandwidth sustained just before.
+
+        Both are medians: the best moment of a memory that is shared with other machines says nothing of the second that followed."""
         found = []
         for number in self.rounds:
             tpot = self.figure("tpot_p50", server, BOUND_BY_MEMORY, number)
-            speed = self.runs.get((server, BOUND_BY_MEMORY, number), {}).get("ceilings", {}).get("read_gb_s")
+            speed = self.runs.get((server, BOUND_BY_MEMORY, number), {}).get("ceilings", {}).get("read_median_gb_s")
             if tpot and speed:
                 found.append(tpot * 1e-3 / (self._weight_bytes / (speed * 1e9)))
         return statistics.median(found) if found else None
@@ -138,7 +140,7 @@ class Results:
         factor, ready = self.floor_factor("tokenloom"), self.fact("tokenloom", "ready_s")
         at_start, at_end = self.fact("tokenloom", "memory_ready", "pss_mb"), self.fact("tokenloom", "memory_after", "pss_mb")
         found.append(_at_most("TPOT p50 at 1 stream over the time of reading the weights", factor, _FLOOR_FACTOR, "x"))
-        found.append(_at_most("seconds until /health answers", ready, _READY_S, " s"))
+        found.append(_at_most("seconds until /ready answers", ready, _READY_S, " s"))
         found.append(_at_most("memory of the whole mesh once ready (PSS; the KV cache untouched)", at_start, _MEMORY_MB, " MB"))
         found.append(_at_most("memory after all loads (PSS; the touched part of the KV cache included)", at_end, _MEMORY_MB, " MB"))
         for load in ("a", "b"):

