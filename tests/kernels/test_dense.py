@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from services.worker.ops.cpu import CpuOps
+from services.worker.ops.native import Team
 from tests.kernels.support import REFERENCE, apply, one_row_each, randn
 
 
@@ -21,12 +22,27 @@ def test_products_are_right_for_any_number_of_rows(ops: CpuOps, shape: tuple[int
         torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_a_row_of_a_product_is_bit_identical_whatever_the_number_of_rows(ops: CpuOps):
-    x, packed = randn(200, 576, seed=4), ops.pack_linear(randn(320, 576, seed=5), None)
-    whole = apply(ops, lambda ops, value: ops.linear(value, packed), x)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 33, 63, 64, 65, 100, 199):
-        assert torch.equal(apply(ops, lambda ops, value: ops.linear(value, packed), x[:rows].contiguous()), whole[:rows])
-    assert torch.equal(apply(ops, lambda ops, value: ops.linear(value, packed), x[57:58].contiguous())[0], whole[57])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_of_a_product_has_the_same_bits_for_every_number_of_rows_and_every_cut(ops: CpuOps, gated: bool):
+    x, weight = randn(199, 600, seed=4), randn(328, 600, seed=5)
+    whole = _product(ops, weight, x, gated)
+    assert torch.equal(_product(ops, weight, x[57:58].contiguous(), gated)[0], whole[57])
+    for threads in (1, 2, 7):
+        cut = CpuOps(ops._library, Team(ops._library, threads))
+        for rows in (*range(1, 41), 63, 64, 65, 100, 158):
+            assert torch.equal(_product(cut, weight, x[:rows].contiguous(), gated), whole[:rows])
+
+
+def test_sums_are_those_of_blocks_of_256_inputs(ops: CpuOps):
+    """In one accumulator each of the ones would be lost beside 1e8, whose neighbours are 8 away."""
+    x = torch.zeros(13, 700)
+    x[:, 0], x[:, 256:512] = 1e8, 1.0
+    assert (_product(ops, torch.ones(40, 700), x, gated=False) == 100_000_256.0).all()
+
+
+def _product(ops: CpuOps, weight: torch.Tensor, x: torch.Tensor, gated: bool) -> torch.Tensor:
+    packed = ops.pack_linear(weight, None, gated=gated)
+    return apply(ops, lambda ops, value: ops.linear(value, packed), x)
 
 
 @pytest.mark.parametrize("sampled", [[2, 8], [5, 5, 0], []], ids=str)

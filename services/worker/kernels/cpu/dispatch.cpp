@@ -49,6 +49,14 @@ TOKENLOOM_API const tokenloom::Variant *tokenloom_variant(const char *name) {
 
 TOKENLOOM_API const char *tokenloom_variant_name(const tokenloom::Variant *variant) { return variant->name; }
 
+// Loops on the calling thread that show what the machine can do; see limits.h.
+TOKENLOOM_API double tokenloom_multiply_add_rounds(const tokenloom::Variant *variant, int64_t rounds) {
+    return variant->multiply_add_rounds(rounds);
+}
+TOKENLOOM_API void tokenloom_read_through(const tokenloom::Variant *variant, const float *from, int64_t count) {
+    variant->read_through(from, count);
+}
+
 // A team of `size` threads, the caller's included; null where the system gives no more threads.
 TOKENLOOM_API tokenloom::Team *tokenloom_team_create(int size) {
     try {

@@ -64,6 +64,10 @@ struct Linear {
     const float *panels;  // [panels, inputs, kPanel]; columns beyond the result's are zero
     const float *bias;    // [panels, kPanel], or null
     int32_t inputs;
+    // What is read from memory while a panel is computed: the panel that comes `ahead` panels later; behind the last of `all` the floats at
+    // `following`, or nothing where that is null.
+    const float *following;
+    int32_t ahead, all;
 };
 
 struct Norm {
@@ -96,6 +100,8 @@ struct Variant {
     // The same in two: spans of the tile, each into its own [rows * (D + 2)] floats of `parts`, then all of them into the result.
     void (*attention_spans)(const Attention &, QueryTile tile, Range spans, float *parts);
     void (*attention_merge)(const Attention &, QueryTile tile, float *parts);
+    double (*multiply_add_rounds)(int64_t rounds);
+    void (*read_through)(const float *from, int64_t count);
 };
 
 }  // namespace tokenloom

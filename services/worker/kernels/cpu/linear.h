@@ -19,7 +19,7 @@ using tokenloom::kPanel;
 
 // Rows times registers, an even number of them: 32 registers hold 12 times 2 sums and what they are made of, 16 hold 3 times 4.
 #if defined(__AVX512F__)
-constexpr int kLinearRows = 12, kTileLanes = 2;
+constexpr int kLinearRows = 8, kTileLanes = 2;
 #else
 constexpr int kLinearRows = 3, kTileLanes = 4;
 #endif
@@ -29,12 +29,25 @@ constexpr int kSumBlock = 256;
 // Where a tile's register `j` of columns starts within a panel, for the tile that starts at `first` of each half.
 constexpr int tile_column(int first, int j) { return j < kTilePairs ? first + j * kLanes : kHalfPanel + first + (j - kTilePairs) * kLanes; }
 
+// From how many rows on a panel is computed for long enough that another can be read from memory meanwhile; for fewer, how far ahead a panel is
+// asked for, in floats.
+constexpr int kRowsToReadAhead = 4, kReadAhead = 16 * kPanel;
+
+// Which part of a panel a tile asks for while it computes: from `at` on, `step` floats for each of its inputs.
+struct Ahead {
+    const float *at;
+    int32_t step;
+};
+
 // Adds the products of `inputs` inputs, at most kSumBlock, to the sums of N rows.
 template <int N>
-TOKENLOOM_INLINE void linear_block(const float *x, int64_t stride, const float *weights, int inputs, Lanes (*totals)[kTileLanes]) {
+TOKENLOOM_INLINE void linear_block(const float *x, int64_t stride, const float *weights, int inputs, Ahead ahead, Lanes (*totals)[kTileLanes]) {
+    asm volatile("" : : "r"(totals) : "memory");  // else GCC keeps totals in registers that the loop needs, and spills there
     Lanes sums[N][kTileLanes] = {};
     for (int k = 0; k < inputs; ++k, weights += kPanel) {
-        for (int at = 0; at < kPanel; at += 16) __builtin_prefetch(weights + 16 * kPanel + at);
+        __builtin_prefetch(ahead.at, 0, 2);
+        __builtin_prefetch(ahead.at + ahead.step / 2, 0, 2);
+        ahead.at += ahead.step;
         Lanes weight[kTileLanes];
         for (int j = 0; j < kTileLanes; ++j) weight[j] = TOKENLOOM_CONST_LANES(weights + tile_column(0, j));
         for (int i = 0; i < N; ++i) {
@@ -49,7 +62,7 @@ TOKENLOOM_INLINE void linear_block(const float *x, int64_t stride, const float *
 
 // N rows from `row` on of all columns of `panel`.
 template <int N>
-void linear_rows(const tokenloom::Linear &args, int row, int panel) {
+void linear_rows(const tokenloom::Linear &args, int row, int panel, Ahead ahead) {
     const int inputs = args.inputs;
     const float *bias = args.bias ? args.bias + (int64_t)panel * kPanel : nullptr;
     for (int first = 0; first < kHalfPanel; first += kTilePairs * kLanes) {
@@ -61,7 +74,8 @@ void linear_rows(const tokenloom::Linear &args, int row, int panel) {
             for (int i = 0; i < N; ++i) totals[i][j] = start;
         }
         for (int k = 0; k < inputs; k += kSumBlock) {
-            linear_block<N>(x + k, inputs, weights + (int64_t)k * kPanel, inputs - k < kSumBlock ? inputs - k : kSumBlock, totals);
+            const int block = inputs - k < kSumBlock ? inputs - k : kSumBlock;
+            linear_block<N>(x + k, inputs, weights + (int64_t)k * kPanel, block, {ahead.at + (int64_t)k * ahead.step, ahead.step}, totals);
         }
         for (int i = 0; i < N; ++i) {
             for (int j = 0; j < kTilePairs; ++j) {
@@ -72,19 +86,31 @@ void linear_rows(const tokenloom::Linear &args, int row, int panel) {
 }
 
 template <int... N>
-TOKENLOOM_INLINE void linear_any_rows(int rows, const tokenloom::Linear &args, int row, int panel, std::integer_sequence<int, N...>) {
-    static constexpr void (*passes[])(const tokenloom::Linear &, int, int) = {linear_rows<N + 1>...};
-    passes[rows - 1](args, row, panel);
+TOKENLOOM_INLINE void linear_any_rows(int rows, const tokenloom::Linear &args, int row, int panel, Ahead ahead,
+                                      std::integer_sequence<int, N...>) {
+    static constexpr void (*passes[])(const tokenloom::Linear &, int, int, Ahead) = {linear_rows<N + 1>...};
+    passes[rows - 1](args, row, panel, ahead);
+}
+
+// What tiles that pass over `panel` so many times ask for: few rows what they come to next, more the panel that is to be computed next.
+TOKENLOOM_INLINE Ahead read_ahead(const tokenloom::Linear &args, int panel, int rows, int passes) {
+    const int64_t floats = (int64_t)args.inputs * kPanel;
+    if (rows < kRowsToReadAhead) return {args.panels + panel * floats + kReadAhead, kPanel};
+    const int step = (kPanel + passes - 1) / passes, next = panel + args.ahead;
+    if (next < args.all) return {args.panels + next * floats, step};
+    return args.following ? Ahead{args.following + (next - args.all) * floats, step} : Ahead{args.panels, 0};
 }
 
 void linear(const tokenloom::Linear &args, tokenloom::Range panels, tokenloom::Range rows) {
     const int passes = (rows.last - rows.first + kLinearRows - 1) / kLinearRows;
     for (int panel = panels.first; panel < panels.last; ++panel) {
+        Ahead ahead = read_ahead(args, panel, rows.last - rows.first, passes);
         int row = rows.first;
         for (int left = passes; left > 0; --left) {
             const int many = (rows.last - row + left - 1) / left;
-            linear_any_rows(many, args, row, panel, std::make_integer_sequence<int, kLinearRows>());
+            linear_any_rows(many, args, row, panel, ahead, std::make_integer_sequence<int, kLinearRows>());
             row += many;
+            ahead.at += (int64_t)args.inputs * ahead.step;
         }
     }
 }

@@ -18,6 +18,8 @@ constexpr int kMostPanelsAtOnce = 4;
 constexpr int kFewRows = 8;
 // Pieces that a product should have per member, so that all of them end at about the same time.
 constexpr int kPiecesPerMember = 8;
+// Pieces per member below which the rows of a product are cut too: a narrow product for many members.
+constexpr int kLeastPiecesPerMember = 3;
 constexpr size_t kAlignment = 64;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -36,6 +38,11 @@ Program::Program(const Variant &variant, Team &team, const Instruction *instruct
       cuts_(count),
       progress_(new Progress[count]),
       places_(place_count) {
+    const float *following = nullptr;
+    for (size_t index = instructions_.size(); index-- > 0;) {
+        cuts_[index].following = following;
+        if (instructions_[index].kind == Kind::kLinear) following = instructions_[index].weight;
+    }
     for (size_t index = 0; index < instructions_.size(); ++index) {
         const Instruction &item = instructions_[index];
         Cut &cut = cuts_[index];
@@ -148,9 +155,11 @@ void Program::cut(bool sampled_only) {
         }
         if (item.kind == Kind::kLinear) {
             const int panels = panels_of(item.outputs, item.gated);
-            cut.across = ceil_div(rows, kLinearRowsAtOnce);
+            const int wanted = std::min(ceil_div(rows, kFewRows), ceil_div(kLeastPiecesPerMember * team_.size(), panels));
+            const int across = std::max(ceil_div(rows, kLinearRowsAtOnce), wanted);
+            cut.rows = ceil_div(rows, std::max(across, 1));
             cut.panels = rows > kFewRows ? 1 : std::clamp(panels / (kPiecesPerMember * team_.size()), 1, kMostPanelsAtOnce);
-            cut.pieces = static_cast<uint32_t>(cut.across) * ceil_div(panels, cut.panels);
+            cut.pieces = static_cast<uint32_t>(across) * ceil_div(panels, cut.panels);
         } else if (item.kind == Kind::kAttention) {
             cut.pieces = tilings_[cut.tiling].pieces();
         } else {
@@ -214,12 +223,16 @@ void Program::run_piece(size_t index, uint32_t piece) const {
     }
 }
 
-// Pieces of the same panels follow one another, so that a panel comes from memory once.
+// Pieces of the same rows follow one another, so that the rows stay in the second-level cache while panels pass through it. A panel that is read
+// ahead is the one that this member would take next if all took turns.
 void Program::run_linear(const Instruction &item, const Cut &cut, uint32_t piece) const {
-    const Range panels = part(static_cast<int>(piece) / cut.across, cut.panels, panels_of(item.outputs, item.gated));
-    const Range rows = part(static_cast<int>(piece) % cut.across, kLinearRowsAtOnce, rows_of(item.sampled));
+    const int all = panels_of(item.outputs, item.gated), down = ceil_div(all, cut.panels);
+    const Range panels = part(static_cast<int>(piece) % down, cut.panels, all);
+    const Range rows = part(static_cast<int>(piece) / down, cut.rows, rows_of(item.sampled));
+    const int ahead = cut.panels > 1 ? 1 : team_.size();
+    const float *following = rows.last < rows_of(item.sampled) ? item.weight : cut.following;
     const Epilogue epilogue = {at(item.to), at(item.residual), item.outputs, item.gated};
-    variant_.linear({epilogue, at(item.from), item.weight, item.bias, item.inputs}, panels, rows);
+    variant_.linear({epilogue, at(item.from), item.weight, item.bias, item.inputs, following, ahead, all}, panels, rows);
 }
 
 }  // namespace tokenloom

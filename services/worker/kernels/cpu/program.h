@@ -81,9 +81,10 @@ class Program final : public Job {
     // How an instruction is cut into pieces in the current step.
     struct Cut {
         uint32_t pieces;
-        int32_t across;  // linear: pieces beside one another for the same panels
+        int32_t rows;    // linear: rows of a piece
         int32_t tiling;  // attention: index into tilings_
         int32_t panels;  // linear: panels of a piece
+        const float *following;  // linear: the next product's weight, or null; the same in every step
     };
 
     const char *fault(const StepInputs &inputs) const;

@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "limits.h"
 #include "linear.h"
 
 #define TOKENLOOM_JOIN(a, b) a##b
@@ -12,4 +13,5 @@
 extern const tokenloom::Variant TOKENLOOM_SYMBOL(TOKENLOOM_ISA);
 const tokenloom::Variant TOKENLOOM_SYMBOL(TOKENLOOM_ISA) = {
     TOKENLOOM_STRING(TOKENLOOM_ISA), gather, linear, norm, rope_cache, attention, attention_spans, attention_merge,
+    multiply_add_rounds, read_through,
 };

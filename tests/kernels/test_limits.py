@@ -1,0 +1,32 @@
+"""The loops that show what the machine can do."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.limits import measure_limits
+from services.worker.ops.cpu import CpuOps
+from services.worker.ops.native import CpuLibrary
+
+
+def test_the_loop_on_registers_says_how_many_operations_it_did(ops: CpuOps):
+    lanes = {"avx512": 16, "avx2": 8, "generic": 4}[ops._library.variant]
+    rounds = ops._library.calls.tokenloom_multiply_add_rounds
+    rounds.restype = ctypes.c_double
+    assert rounds(ops._library.handle, ctypes.c_int64(1000)) == 2 * 1000 * 12 * lanes
+
+
+@pytest.mark.parametrize("count", [0, 15, 16, 1000])
+def test_reading_ends_within_what_there_is(ops: CpuOps, count: int):
+    floats = torch.ones(count)
+    ops._library.calls.tokenloom_read_through(ops._library.handle, ctypes.c_void_p(floats.data_ptr()), ctypes.c_int64(count))
+
+
+def test_a_wider_instruction_set_multiplies_faster(library: Path, best: CpuLibrary):
+    if best.variant == "generic":
+        pytest.skip("this CPU has no other")
+    assert measure_limits(best, 1, tries=1).gflops > measure_limits(CpuLibrary(library, "generic"), 1, tries=1).gflops > 0.1
