@@ -1,0 +1,45 @@
+"""The peers' environments: stamped when they are whole, with their log named when they are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.peers import environments
+from bench.peers.__main__ import main
+from bench.peers.environments import InstallError, Recipe, install, stamp
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TOKENLOOM_CACHE", str(tmp_path))
+    monkeypatch.setattr(environments, "RECIPES", (Recipe("small", ("nothing-of-this-name==1",), "a test"),))
+    return tmp_path
+
+
+def test_an_environment_of_other_pins_or_without_a_stamp_is_not_there(cache: Path):
+    assert stamp("small") is None
+    file = cache / "peers" / "small" / "peer.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"pins": ["nothing-of-this-name==1"], "versions": {"x": "1"}}))
+    assert stamp("small") == {"x": "1"}
+    file.write_text(json.dumps({"pins": ["nothing-of-this-name==2"], "versions": {"x": "1"}}))
+    assert stamp("small") is None
+
+
+def test_a_step_that_fails_names_its_log_and_leaves_no_stamp(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environments, "_PIP", ("-c", "raise SystemExit('no such distribution')"))
+    monkeypatch.setattr(environments, "_python", lambda _env: environments.sys.executable)
+    with pytest.raises(InstallError, match=r"small-install\.log, its end:\nno such distribution"):
+        install(None, print)
+    assert stamp("small") is None
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["install", "sglang"])
+    assert ended.value.code == 2
+    assert "there is no peer sglang; there are small" in capsys.readouterr().err
