@@ -38,7 +38,7 @@ SERVICE_SETTINGS: Mapping[str, frozenset[str]] = {
     | {"tokenizer_pool_size", "tokenizer_queue", "tokenizer_timeout", "tokenizer_memory_bytes", "drain_timeout"},
     "worker": _COMMON
     | {"listen", "model", "chat_template", "store", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"}
-    | {"max_logprobs"}
+    | {"max_logprobs", "quantization"}
     | {"kv_cache_memory_bytes", "gpu_memory_utilization", "threads", "batch_invariant", "kernels", "advertise_address"}
     | {"logits_processors"}
     | {"structured_outputs_config_backend"}

@@ -13,6 +13,20 @@ from libs.config import ServiceConfig, Settings
 from libs.config.concerns import AdvertiseSettings, StepSettings, StoreSettings, TemplateSettings
 from libs.config.settings import Address, Amount
 
+# Forms of weights that vLLM serves and nothing here does.
+_UNBUILT_QUANTIZATIONS = re.compile(
+    r"aqlm|auto-round|bitblas|bitsandbytes|compressed-tensors|deepspeedfp|experts_int8|fp_quant|gguf|hqq|inc|ipex|marlin|moe_wna16|petit_nvfp4"
+    r"|qqq|quark|rtn|torchao|tpu_int8|(\w*_)?(awq|gptq|fp8)(_\w+)?|modelopt(_\w+)?|mxfp[48]"
+)
+
+
+def _known_quantization(value: Any) -> Any:
+    """What vLLM takes and nothing here does is refused by name."""
+    if isinstance(value, str) and _UNBUILT_QUANTIZATIONS.fullmatch(value):
+        more = "; a GGUF's blocks need no flag, and int4 computes with 4-bit ones as they are" if value == "gguf" else ""
+        raise ValueError(f"{value} is not built here; int8 and int4 are, from any checkpoint while loading{more}")
+    return value
+
 
 class ModelSettings(Settings):
     """The model."""
@@ -20,6 +34,11 @@ class ModelSettings(Settings):
     model: Path = Field(description="Model directory: config.json, tokenizer files and weights (*.safetensors or one *.gguf).")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="Type of weights, activations and KV cache. auto: float32 on CPUs, where the 16-bit types are slower."
+    )
+    quantization: Annotated[Literal["int8", "int4"] | None, BeforeValidator(_known_quantization)] = Field(
+        None,
+        description="Compute products in integers, to which weights of any checkpoint are rounded while loading. int8: a scale an output. "
+        "int4: groups of 32 inputs, a GGUF's own where it has such, and the head in int8. None: in floats.",
     )
     max_model_len: Amount | None = Field(
         None,
@@ -137,3 +156,5 @@ class WorkerConfig(
         """See Settings."""
         if self.kernels == "cpu" and self.dtype in ("float16", "bfloat16"):
             yield f"--kernels cpu and --dtype {self.dtype}: the C++ kernels take float32; leave --kernels at auto, or --dtype"
+        if self.quantization is not None and self.dtype in ("float16", "bfloat16"):
+            yield f"--quantization {self.quantization} and --dtype {self.dtype}: all else is float32; leave --dtype at auto"

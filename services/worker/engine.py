@@ -20,8 +20,9 @@ from services.worker import facts, host, kv_cache, logprobs, numerics, weights
 from services.worker.batch import Batch, Opening, Row
 from services.worker.config import WorkerConfig
 from services.worker.logprobs import Told
-from services.worker.models.registry import build
-from services.worker.ops.base import HeadShape, Step
+from services.worker.models.registry import Model, build
+from services.worker.ops.base import HeadShape, Ops, Step
+from services.worker.quantized_reader import QuantizedReader
 from services.worker.sampling.custom import CustomProcessor, load_processors
 from services.worker.sampling.sampler import sample
 from services.worker.slots import Limits, SlotTable, StagedRow
@@ -117,14 +118,13 @@ def load(config: WorkerConfig) -> Engine:
     threads = numerics.use_threads(config.threads)
     ops, executor = numerics.choose_ops(config, head_shape(model_config), dtype)
     started = time.monotonic()
-    size = _cache_size(config, model_config, dtype)
+    size = _cache_size(config, model_config, dtype, integers=executor != "reference")
     offered = _facts(config, directory, size, dtype, executor)
     processors = load_processors(config.logits_processors, offered.vocab_size, torch.device("cpu"))
     offered.logits_processors.extend(item.name for item in processors)
     source = weights.open_source(directory.weight_files(), model_config)
-    expected = 9 * model_config.num_hidden_layers + 3
     try:
-        model = build(model_config, weights.reader(source, dtype, expected), ops, size.max_model_len)
+        model = _built(config, model_config, source, ops, size.max_model_len, dtype)
     except (KeyError, ValueError) as error:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{directory.path}: {error.args[0]}") from error
     cache = kv_cache.allocate(model_config, size.num_blocks, dtype)
@@ -144,26 +144,45 @@ def load(config: WorkerConfig) -> Engine:
     return engine
 
 
+def _built(config: WorkerConfig, model: LlamaConfig, source: weights.Source, ops: Ops, max_positions: int, dtype: torch.dtype) -> Model:
+    """The model with its weights, in integers where the configuration says so."""
+    floats = weights.reader(source, dtype, expected=9 * model.num_hidden_layers + 3)
+    if config.quantization is None:
+        return build(model, floats, ops, max_positions)
+    integers = QuantizedReader(source, floats, config.quantization, tied_head=model.tie_word_embeddings)
+    built = build(model, integers, ops, max_positions)
+    integers.log()
+    return built
+
+
 def head_shape(config: LlamaConfig) -> HeadShape:
     """Attention heads of every layer."""
     return HeadShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
 
 
-def weight_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
-    """Bytes of the loaded weights; a tied head counts once."""
+def weight_bytes(config: LlamaConfig, dtype: torch.dtype, quantization: str | None = None, *, integers: bool = True) -> int:
+    """Bytes of the loaded weights. A tied head counts once among floats, and again where it is quantised and the embedding is not.
+
+    `integers`: the executor keeps what is quantised as integers and not as the floats that these stand for. Four bits take six, with the
+    scale and the minimum of their group.
+    """
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     attention = 2 * hidden * dim * (config.num_attention_heads + config.num_key_value_heads)
-    tables = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    return (tables + config.num_hidden_layers * (attention + 3 * hidden * inner)) * dtype.itemsize
+    products, table = config.num_hidden_layers * (attention + 3 * hidden * inner), config.vocab_size * hidden
+    if quantization is None:
+        return (products + table * (1 if config.tie_word_embeddings else 2)) * dtype.itemsize
+    if not integers:
+        return (products + 2 * table) * dtype.itemsize
+    return table * dtype.itemsize + table + (products if quantization == "int8" else products * 3 // 4)
 
 
-def _cache_size(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype) -> kv_cache.CacheSize:
+def _cache_size(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype, *, integers: bool) -> kv_cache.CacheSize:
     bytes_per_block = kv_cache.block_bytes(model, dtype)
     budget = kv_cache.budget_bytes(
         wanted=config.kv_cache_memory_bytes,
         utilization=config.gpu_memory_utilization,
         memory=host.machine_memory(),
-        weights=weight_bytes(model, dtype),
+        weights=weight_bytes(model, dtype, config.quantization, integers=integers),
     )
     size = kv_cache.size_cache(
         budget=budget, bytes_per_block=bytes_per_block, wanted_len=config.max_model_len, model_len=model.max_position_embeddings
@@ -188,8 +207,9 @@ def _facts(
     unbuilt = directory.generation_defaults.unbuilt
     if unbuilt:
         _log.warning("generation_config.json sets fields that have no effect here", fields=list(unbuilt))
+    identity = numerics.identity(executor, dtype, config.quantization, batch_invariant=config.batch_invariant)
     return worker_pb2.WorkerFacts(
-        fingerprints=facts.fingerprints(directory, numerics.identity(executor, dtype, batch_invariant=config.batch_invariant)),
+        fingerprints=facts.fingerprints(directory, identity),
         block_size=BLOCK_SIZE,
         num_blocks=size.num_blocks,
         kv_dtype=str(dtype).removeprefix("torch."),

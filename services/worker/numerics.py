@@ -13,6 +13,7 @@ from services.worker.ops.base import HeadShape, Ops
 from services.worker.ops.cpu import CpuOps, supports
 from services.worker.ops.native import CpuLibrary, Team
 from services.worker.ops.reference import ReferenceOps
+from services.worker.quantizing import REVISION
 
 _log = get_logger(__name__)
 _DTYPES = {"auto": torch.float32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -64,14 +65,17 @@ def choose_ops(config: WorkerConfig, heads: HeadShape, dtype: torch.dtype) -> tu
     return CpuOps(library, team), f"cpu-{library.variant}-{build_id(path)}"
 
 
-def identity(executor: str, dtype: torch.dtype, *, batch_invariant: bool) -> str:
+def identity(executor: str, dtype: torch.dtype, quantization: str | None = None, *, batch_invariant: bool) -> str:
     """The numerics fingerprint: equal between workers whose arithmetic is the same.
 
     The C++ kernels' arithmetic follows from the instruction set, the sources and the compiler (which chooses where to fuse a product with a
     sum); the last two are the digits behind the executor's name. The reference's products are MKL's or oneDNN's, which differ between CPUs
-    and torch versions. The thread count does not appear, because no sum is split among threads.
+    and torch versions. The thread count does not appear, because no sum is split among threads. Weights that were quantised while loading
+    are named with the revision of how ("int8.1"), for the model's fingerprint is that of its files.
     """
     name = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}[dtype]
+    if quantization is not None:
+        name += f"/{quantization}.{REVISION}"
     if executor != "reference":
         return f"{executor}/{name}/tp1"
     policy = "invariant" if batch_invariant else "by-batch"

@@ -1,4 +1,4 @@
-"""Weights from the files of a model directory, by their Hugging Face names, in the executor's dtype.
+"""Weights from the files of a model directory, by their Hugging Face names, in the executor's dtype, or as the integers of a GGUF's blocks.
 
 A GGUF is dequantised with the gguf package and numpy, without transformers. Its converter stores the rows of each query and
 key head in another order (the halves of the rotation interleaved); that is undone here, so that models know one layout only.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.llama_config import LlamaConfig
 from libs.telemetry.logs import get_logger
-from services.worker.gguf_index import read_index
+from services.worker.gguf_index import StoredTensor, read_index
+from services.worker.ops.quantized import QuantizedWeight
+from services.worker.quantizing import from_blocks, has_groups
 
 _log = get_logger(__name__)
 _PROGRESS_SECONDS = 2.0
@@ -47,6 +50,14 @@ class Source(Protocol):
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """The weight of a Hugging Face name as stored (GGUF: dequantised to float32); None: there is none."""
+        ...
+
+    def has_groups(self, name: str) -> bool:
+        """Whether the weight is stored in 4 bits, in groups of GROUP inputs."""
+        ...
+
+    def groups(self, name: str) -> QuantizedWeight:
+        """Such a weight as it is stored. Raises KeyError for any other."""
         ...
 
 
@@ -80,6 +91,14 @@ class SafetensorsSource:
             raise TokenloomError(ErrorCode.UNSUPPORTED, f"{name} is stored as {tensor.dtype}: quantised weights are not supported")
         return tensor
 
+    def has_groups(self, name: str) -> bool:
+        """See Source: safetensors of integers are not read."""
+        return False
+
+    def groups(self, name: str) -> QuantizedWeight:
+        """See Source."""
+        raise KeyError(name)
+
 
 def _opened(file: Path) -> Any:
     """The file, opened; raises ValueError with its name when it is broken."""
@@ -111,11 +130,26 @@ class GgufSource:
             values = gguf.quants.dequantize(stored.data, stored.kind)
         except NotImplementedError as error:
             raise TokenloomError(ErrorCode.UNSUPPORTED, f"{stored.name} is stored as {stored.kind.name}: {error}") from error
-        heads = next((count for part, count in self._heads.items() if f".{part}." in stored.name), None)
+        heads = self._permuted_heads(stored)
         if heads is not None:
             values = unpermute(values, heads)
         values = np.ascontiguousarray(values, np.float32)
         return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+    def has_groups(self, name: str) -> bool:
+        """See Source."""
+        stored = self._tensors.get(gguf_name(name))
+        return stored is not None and has_groups(stored)
+
+    def groups(self, name: str) -> QuantizedWeight:
+        """See Source."""
+        stored = self._tensors[gguf_name(name)]
+        # Rows change places as bytes: codes, scales and minimums alike.
+        heads = self._permuted_heads(stored)
+        return from_blocks(stored if heads is None else replace(stored, data=unpermute(stored.data, heads)))
+
+    def _permuted_heads(self, stored: StoredTensor) -> int | None:
+        return next((count for part, count in self._heads.items() if f".{part}." in stored.name), None)
 
 
 def gguf_name(name: str) -> str:
