@@ -120,9 +120,8 @@ def _least_squares(values: Floats, codes: Floats, total: Floats) -> tuple[Floats
     spread = GROUP * second - first * first
     # Codes that are all alike tell no scale: it is zero, and the minimum is their mean.
     told = (GROUP * _sum(codes * values) - first * total) / _divisor(spread)
-    scale: Floats = np.where(spread > 0, told, np.float32(0)).astype(np.float32)
-    minimum: Floats = (total - scale * first) / np.float32(GROUP)
-    return scale, minimum
+    scale: Floats = np.where(spread > 0, told, 0).astype(np.float32)
+    return scale, np.divide(total - scale * first, GROUP, dtype=np.float32)
 
 
 def _rounded(values: Floats, scale: Floats, minimum: Floats) -> Floats:

@@ -40,6 +40,8 @@ LONG = "x" * 120
             "--kv-cache-memory-bytes and --gpu-memory-utilization",
         ),
         (WorkerConfig, ["--model=m", "--kernels=cpu", "--dtype=float16"], "--kernels cpu and --dtype float16"),
+        (WorkerConfig, ["--model=m", "--quantization=int8", "--dtype=float16"], "--quantization int8 and --dtype float16"),
+        (WorkerConfig, ["--model=m", "--quantization=int4", "--dtype=bfloat16"], "--quantization int4 and --dtype bfloat16"),
     ],
 )
 def test_a_contradiction_stops_the_start_and_names_the_flags(config, args, message, capsys):
@@ -59,6 +61,7 @@ def test_a_contradiction_stops_the_start_and_names_the_flags(config, args, messa
         (SchedulerConfig, ["--max-num-batched-tokens=16"]),
         (SchedulerConfig, ["--store=s.db", "--advertise-address=a"]),
         (WorkerConfig, ["--model=m", "--kernels=cpu", "--dtype=auto", "--kv-cache-memory-bytes=1G"]),
+        (WorkerConfig, ["--model=m", "--quantization=int4", "--dtype=float32", "--kernels=reference"]),
         (WorkerConfig, ["--model=m", "--kv-cache-memory-bytes=None", "--gpu-memory-utilization=0.5"]),
     ],
 )

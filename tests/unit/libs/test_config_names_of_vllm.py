@@ -57,3 +57,26 @@ def test_a_mapping_with_a_key_of_nobody_is_refused(tmp_path: Path, capsys: pytes
 def test_the_environment_names_it_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TOKENLOOM_STRUCTURED_OUTPUTS_CONFIG_BACKEND", "guidance")
     assert backend_of() == "guidance"
+
+
+@pytest.mark.parametrize(
+    "name", ["awq", "awq_marlin", "cpu_awq", "gptq", "fp8", "fbgemm_fp8", "bitsandbytes", "compressed-tensors", "mxfp4", "gguf"]
+)
+def test_a_quantization_that_is_not_built_is_refused_by_its_name(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        parse(WorkerConfig, ["--model", "m", "--quantization", name], prog="worker")
+    assert ended.value.code == 2
+    assert f"--quantization: {name} is not built here; int8 and int4 are" in capsys.readouterr().err
+
+
+def test_a_quantization_of_nobody_is_no_choice(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse(WorkerConfig, ["--model", "m", "--quantization", "int5"], prog="worker")
+    message = capsys.readouterr().err
+    assert "'int8' or 'int4'" in message
+    assert "not built here" not in message
+
+
+def test_a_quantization_of_none_is_floats():
+    assert parse(WorkerConfig, ["--model", "m", "--quantization", "None"], prog="worker").quantization is None
+    assert parse(WorkerConfig, ["--model", "m", "--quantization", "int4"], prog="worker").quantization == "int4"

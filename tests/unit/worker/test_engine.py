@@ -6,15 +6,20 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
+from bench.perplexity import score
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.directory import ModelDirectory
+from libs.models.llama_config import LlamaConfig
 from services.worker import numerics
+from services.worker.engine import weight_bytes
 from services.worker.facts import tokenizer_size
 from services.worker.kernels.cpu.build import BuildError
+from services.worker.quantizing import REVISION
 from tests.support.tiny_llama import make_tiny_llama
 from tests.unit.worker.helpers import Driver, load_engine
 
@@ -56,6 +61,40 @@ def test_numerics_name_what_the_numbers_depend_on(tiny_llama_dir: Path):
     assert plain.startswith("reference/float32/torch-")
     assert len({native, plain, loose}) == 3
     assert load_engine(tiny_llama_dir, batch_invariant=False, threads=1).facts.fingerprints.numerics == native
+
+
+def test_numerics_name_the_form_of_the_weights(tiny_llama_dir: Path):
+    """The files' fingerprint is the same: only numerics keep workers of two forms from going on with each other's requests."""
+    loaded = [load_engine(tiny_llama_dir, kernels="reference", quantization=form).facts.fingerprints for form in (None, "int8", "int4")]
+    assert len({item.numerics for item in loaded}) == 3
+    assert len({item.model for item in loaded}) == 1
+    assert f"/float32/int8.{REVISION}/" in loaded[1].numerics
+
+
+@pytest.mark.parametrize(("form", "close"), [("int8", 0.4), ("int4", 4.0)])
+def test_weights_in_integers_give_nearly_the_same_log_probabilities(tiny_llama_dir: Path, form: str, close: float):
+    tokens = list(range(3, 60))
+    ours, theirs = (
+        score(load_engine(tiny_llama_dir, kernels="reference", quantization=item), tokens, len(tokens), 1) for item in (form, None)
+    )
+    off = np.abs(np.subtract(ours.logprobs, theirs.logprobs)).mean()
+    assert 0 < off < close
+
+
+def test_integers_take_less_of_the_memory_that_weights_and_cache_share():
+    config = LlamaConfig(("LlamaForCausalLM",), 64, 2, 4, 2, 16, 128, 272, 1e-5, 1e4, 512, tie_word_embeddings=True)
+    products, table = 2 * (64 * 16 * 12 + 3 * 64 * 128), 272 * 64
+    assert weight_bytes(config, torch.float32) == 4 * (products + table)
+    assert weight_bytes(config, torch.float32, "int8") == products + 5 * table
+    assert weight_bytes(config, torch.float32, "int4") == products * 3 // 4 + 5 * table
+    assert weight_bytes(config, torch.float32, "int4", integers=False) == 4 * (products + 2 * table)
+
+
+def test_weights_that_cannot_be_integers_are_named(copy: Path):
+    make_tiny_llama(copy, head_dim=10)
+    with pytest.raises(TokenloomError, match=r"self_attn\.o_proj\.weight: 40 inputs are no multiple of 32") as caught:
+        load_engine(copy, quantization="int4", kernels="reference")
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
