@@ -15,7 +15,7 @@ import torch
 
 from services.worker.ops.native import CpuLibrary
 
-_ROUNDS = 2_000_000
+_ROUNDS = 8_000_000
 # Far more than any cache.
 _READ_FLOATS = 1 << 26
 

@@ -71,12 +71,12 @@ def _torch(weight: torch.Tensor, rows: int) -> Callable[[torch.Tensor], torch.Te
 
 
 def _mkl(weight: torch.Tensor, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.to_mkldnn(), rows)
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
     return lambda x: torch.ops.mkl._mkl_linear(x, packed, weight, None, rows)
 
 
 def _onednn(weight: torch.Tensor, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), rows)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
