@@ -22,7 +22,8 @@ _STAMP = "peer.json"
 _PIP = ("-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off")
 _UNLOADABLE = ("torchvision", "torchaudio", "torchcodec")
 _ALLOCATOR = "libtcmalloc-minimal4"
-_LOADER_SCRIPT = "#!{python}\nimport sys\nfrom vllm.entrypoints.cli.main import main\nsys.exit(main())\n"
+# Its processes are spawned and import this script again: only the first of them may run it.
+_LOADER_SCRIPT = "#!{python}\nimport sys\nfrom vllm.entrypoints.cli.main import main\n\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 
 class InstallError(Exception):

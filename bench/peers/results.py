@@ -82,7 +82,7 @@ class Results:
         """The median over rounds of what is known of a server itself, such as ("memory_ready", "pss_mb")."""
         found = []
         for number in self.rounds:
-            value: Any = self.facts[server, number]
+            value: Any = self.facts.get((server, number))
             for key in path:
                 value = value.get(key) if isinstance(value, dict) else None
             if value is not None:

@@ -95,3 +95,8 @@ def test_the_document_for_machines_has_every_run_and_target(out: Path):
     assert len(found["runs"]) == 12
     assert {one["verdict"] for one in found["targets"]} >= {"goal met", "not measured"}
     assert file_stem(MACHINE).endswith("-peers-some-cpu-r-9-2-cores")
+
+
+def test_peers_alone_have_a_page_too(out: Path):
+    page = markdown(Results(out, SMALL[1:], 2, WEIGHTS.bytes_float32), MACHINE, WEIGHTS)
+    assert "| seconds until /ready answers | at most 8 s | - | not measured |" in page
