@@ -23,10 +23,21 @@ def best(library: Path) -> CpuLibrary:
     return CpuLibrary(library)
 
 
-@pytest.fixture(scope="session", params=["avx512", "avx2", "generic"])
+@pytest.fixture(scope="session", params=["", "avx2", "generic"])
 def ops(request: pytest.FixtureRequest, library: Path) -> CpuOps:
+    """With the best instruction set, and with those of other machines."""
+    return _ops(library, request.param)
+
+
+@pytest.fixture(scope="session", params=["avx512vnni", "avx512", "avx2", "generic"])
+def integer_ops(request: pytest.FixtureRequest, library: Path) -> CpuOps:
+    """With each instruction set: products of integers are written for each of them, all else is compiled."""
+    return _ops(library, request.param)
+
+
+def _ops(library: Path, variant: str) -> CpuOps:
     try:
-        chosen = CpuLibrary(library, request.param)
+        chosen = CpuLibrary(library, variant)
     except TokenloomError:
-        pytest.skip(f"this CPU has no {request.param}")
+        pytest.skip(f"this CPU has no {variant}")
     return CpuOps(chosen, Team(chosen, 2))

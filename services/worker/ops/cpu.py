@@ -1,4 +1,4 @@
-"""The operations on CPUs, in C++ (services/worker/kernels/cpu), float32 only: recorded once, run with one native call per step.
+"""The operations on CPUs, in C++ (services/worker/kernels/cpu), activations of float32: recorded once, run with one native call per step.
 
 `bind` runs the model's `forward` with stand-ins (recording.Value) for tensors. Each operation checks what it is given and appends an
 instruction; what comes out is a program that a team of threads replays (native.py). The model does not know.
@@ -16,9 +16,10 @@ import torch
 
 from libs.errors import ErrorCode, TokenloomError
 from services.worker.ops.base import Forward, HeadShape, LayerCache, PackedLinear, Step, StepInputs
+from services.worker.ops.integer_packing import IntegerPanels, pack_integers
 from services.worker.ops.native import CpuLibrary, Program, Team
 from services.worker.ops.packing import Panels, pack
-from services.worker.ops.quantized import Weight
+from services.worker.ops.quantized import QuantizedWeight, Weight
 from services.worker.ops.recording import Instruction, Kind, Recording, Rows, Value
 
 MAX_HEAD_DIM = 256
@@ -49,6 +50,8 @@ class CpuOps:
 
     def pack_linear(self, weight: Weight, bias: torch.Tensor | None, *, gated: bool = False) -> PackedLinear:
         """See Ops."""
+        if isinstance(weight, QuantizedWeight):
+            return pack_integers(weight, bias, gated=gated)
         return pack(weight, bias, gated=gated)
 
     def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:
@@ -72,15 +75,18 @@ class CpuOps:
 
     def linear(self, x: Value, packed: PackedLinear, residual: Value | None = None) -> Value:
         """See Ops."""
-        self._require(isinstance(packed, Panels), "a product whose weight these operations did not pack")
+        self._require(isinstance(packed, (Panels, IntegerPanels)), "a product whose weight these operations did not pack")
         _check_value(x, packed.inputs)
         to = Value(x.rows, packed.outputs)
         if residual is not None:
             _check_value(residual, to.width)
             self._require(residual.rows is to.rows, "a sum of all tokens with sampled ones")
-        return self._add(
-            Instruction(Kind.LINEAR, to, source=x, residual=residual, gated=packed.gated, weight=packed.panels, bias=packed.bias),
-        )
+        kind, layout = Kind.LINEAR, 0
+        if isinstance(packed, IntegerPanels):
+            x = self._add(Instruction(Kind.QUANTIZE, Value(x.rows, packed.quantized_width), source=x))
+            kind, layout = Kind.INTEGER_LINEAR, packed.format
+        weight, bias = packed.panels, packed.bias
+        return self._add(Instruction(kind, to, source=x, residual=residual, gated=packed.gated, weight=weight, bias=bias, format=layout))
 
     def norm(self, x: Value, weight: torch.Tensor, epsilon: float) -> Value:
         """See Ops."""

@@ -18,7 +18,7 @@ from services.worker.ops.base import MOST_AGAIN, StepInputs
 from services.worker.ops.places import Plan, plan_places
 from services.worker.ops.recording import Instruction, Kind, Recording, Rows, Value
 
-# Forces a variant ("avx512", "avx2", "generic"); for tests and for comparing machines.
+# Forces a variant ("avx512vnni", "avx512", "avx2", "generic"); for tests and for comparing machines.
 VARIANT_ENV = "TOKENLOOM_CPU_ISA"
 _NO_PLACE = -1
 _DONE, _NO_MEMORY = 0, 1
@@ -30,7 +30,7 @@ class _Instruction(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "keys", "values")),
         *((name, ctypes.c_int32) for name in ("kind", "sampled", "source", "residual", "to", "gated", "inputs", "outputs", "bound")),
-        *((name, ctypes.c_int32) for name in ("blocks", "query_heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int32) for name in ("blocks", "query_heads", "kv_heads", "head_dim", "format")),
         ("number", ctypes.c_float),
     ]
 
@@ -206,6 +206,7 @@ def _mirror(item: Instruction, plan: Plan) -> _Instruction:
         0 if heads is None else heads.query_heads,
         0 if heads is None else heads.kv_heads,
         0 if heads is None else heads.head_dim,
+        item.format,
         item.number,
     )
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from libs.errors import ErrorCode, TokenloomError
-from services.worker.ops.quantized import QuantizedWeight, Weight
 
 PANEL = 32
 
@@ -40,10 +39,8 @@ def paired(tensor: torch.Tensor) -> torch.Tensor:
     return filled.view(2, panels, PANEL // 2, *rest).transpose(0, 1).reshape(panels * PANEL, *rest)
 
 
-def pack(weight: Weight, bias: torch.Tensor | None, *, gated: bool = False) -> Panels:
+def pack(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> Panels:
     """Copies a float32 weight [out, in] into panels; outputs beyond the last are zero. Raises TokenloomError(UNSUPPORTED)."""
-    if isinstance(weight, QuantizedWeight):
-        raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels have no products of {weight.bits} bits; --kernels reference has")
     if weight.dtype is not torch.float32 or (bias is not None and bias.dtype is not torch.float32):
         raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels take weights of float32, not {weight.dtype}")
     outputs, inputs = weight.shape

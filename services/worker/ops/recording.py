@@ -31,11 +31,16 @@ class Kind(enum.IntEnum):
     NORM = 3
     ROPE_CACHE = 4
     ATTENTION = 5
+    QUANTIZE = 6
+    INTEGER_LINEAR = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """A stand-in for a tensor of float32 [rows, width] that exists only while a program runs. Equal to itself alone."""
+    """A stand-in for a tensor of float32 [rows, width] that exists only while a program runs. Equal to itself alone.
+
+    What QUANTIZE writes counts as floats too: it takes the memory of `width` of them.
+    """
 
     rows: Rows
     width: int
@@ -52,6 +57,7 @@ class Instruction:
     gated            a product of gates and what they gate, half as wide as its weight
     weight, bias     packed panels and bias of a product, table of an embedding, weight of a norm, rotations; None without
     cache, heads     of attention and of the rotation that precedes it; None elsewhere
+    format           of a product of integers: its weight's layout, a number of kernels.h's IntegerFormat
     number           epsilon of a norm, scale of attention
     """
 
@@ -64,6 +70,7 @@ class Instruction:
     bias: torch.Tensor | None = None
     cache: LayerCache | None = None
     heads: HeadShape | None = None
+    format: int = 0
     number: float = 0.0
 
     @property

@@ -24,10 +24,12 @@ LIBRARY = "libtokenloom_cpu.so"
 _SEAL = f"{LIBRARY}.sha256"
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")
+_AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mfma", "-mprefer-vector-width=512")
 _VARIANTS = {
     "x86_64": {
-        "avx512": ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
-        "avx2": ("-mavx2", "-mfma"),
+        "avx512vnni": (*_AVX512, "-mavx512vnni"),
+        "avx512": _AVX512,
+        "avx2": ("-mavx2", "-mfma", "-mf16c"),
     }
 }
 

@@ -12,6 +12,7 @@
 #define TOKENLOOM_API extern "C" __attribute__((visibility("default")))
 
 #if defined(__x86_64__)
+extern const tokenloom::Variant tokenloom_variant_avx512vnni;
 extern const tokenloom::Variant tokenloom_variant_avx512;
 extern const tokenloom::Variant tokenloom_variant_avx2;
 #endif
@@ -22,10 +23,11 @@ namespace {
 bool supported(const char *name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (std::strcmp(name, "avx512") == 0)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512bw");
-    if (std::strcmp(name, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512bw");
+    if (std::strcmp(name, "avx512vnni") == 0) return avx512 && __builtin_cpu_supports("avx512vnni");
+    if (std::strcmp(name, "avx512") == 0) return avx512;
+    if (std::strcmp(name, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
     return std::strcmp(name, "generic") == 0;
 }
@@ -36,6 +38,7 @@ bool supported(const char *name) {
 TOKENLOOM_API const tokenloom::Variant *tokenloom_variant(const char *name) {
     const tokenloom::Variant *best_first[] = {
 #if defined(__x86_64__)
+        &tokenloom_variant_avx512vnni,
         &tokenloom_variant_avx512,
         &tokenloom_variant_avx2,
 #endif

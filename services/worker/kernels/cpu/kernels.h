@@ -1,6 +1,6 @@
 // What one kernel call computes, and the table of all kernels as compiled for one instruction set.
 //
-// Everything is float32 and contiguous. T tokens, Q query heads, K key-value heads, D head size. A call computes a part of an operation
+// Everything is float32 and contiguous, but weights of integers and the activations that meet them. T tokens, Q query heads, K key-value heads, D head size. A call computes a part of an operation
 // (a range of rows, panels or tiles); parts of one operation may run at the same time and in any order.
 #pragma once
 
@@ -13,6 +13,8 @@ constexpr int kMaxHeadDim = 256;  // floats of a head; a multiple of 16
 constexpr int kTileRows = 48;     // (token, query head) pairs of an attention tile: at least the 32 query heads that may share a KV head
 constexpr int kSpan = 256;        // positions of a sequence whose attention is summed by itself
 constexpr int kPanel = 32;        // output columns of a packed weight's panel
+constexpr int kCodes = 32;        // inputs of a product of integers that share a scale
+constexpr int kQuantizedGroup = kCodes / 4 + 3;  // floats that so many inputs take once quantised; see quantize.h
 
 // From `first` to before `last`.
 struct Range {
@@ -70,6 +72,25 @@ struct Linear {
     int32_t ahead, all;
 };
 
+struct Quantize {
+    float *out;      // [rows, ceil(width / kCodes) * kQuantizedGroup]; see quantize.h
+    const float *x;  // [rows, width]
+    int32_t width;
+};
+
+// How a weight of integers is laid out; see integer_linear.h.
+enum class IntegerFormat : int32_t { kChannel8, kGroup8, kGroup4 };
+constexpr int kIntegerFormats = 3;
+
+struct IntegerLinear {
+    Epilogue epilogue;
+    const float *x;         // [rows, groups * kQuantizedGroup]: what Quantize makes
+    const uint8_t *panels;  // [panels]; see integer_linear.h
+    const float *bias;      // [panels, kPanel], or null
+    int32_t groups;
+    int32_t skip;           // panels between the last of a call and those that its caller will probably ask for next
+};
+
 struct Norm {
     float *normed;        // [rows, width]
     const float *x;       // [rows, width]
@@ -102,6 +123,8 @@ struct Variant {
     void (*attention_merge)(const Attention &, QueryTile tile, float *parts);
     double (*multiply_add_rounds)(int64_t rounds);
     void (*read_through)(const float *from, int64_t count);
+    void (*quantize)(const Quantize &, Range rows);
+    void (*integer_linear[kIntegerFormats])(const IntegerLinear &, Range panels, Range rows);
 };
 
 }  // namespace tokenloom

@@ -11,10 +11,10 @@ namespace {
 
 // Rows of a piece: enough that claiming costs nothing, few enough that it takes some 10 to 50 us. Members then end an operation at about the
 // same time: who waits longer than it spins gives its core to a busy neighbour, if there is one, for milliseconds.
-constexpr int kRowsAtOnce = 16;
+constexpr int kMostRowsAtOnce = 16;
 constexpr int kLinearRowsAtOnce = 64;
 // Panels of a piece: several only where a product has so few rows that one takes no time.
-constexpr int kMostPanelsAtOnce = 4;
+constexpr int kMostPanelsAtOnce = 4, kMostIntegerPanelsAtOnce = 16;
 constexpr int kFewRows = 8;
 // Pieces that a product should have per member, so that all of them end at about the same time.
 constexpr int kPiecesPerMember = 8;
@@ -153,17 +153,20 @@ void Program::cut(bool sampled_only) {
             progress_[index].begin(step_, 0);
             continue;
         }
-        if (item.kind == Kind::kLinear) {
+        if (item.kind == Kind::kLinear || item.kind == Kind::kIntegerLinear) {
             const int panels = panels_of(item.outputs, item.gated);
             const int wanted = std::min(ceil_div(rows, kFewRows), ceil_div(kLeastPiecesPerMember * team_.size(), panels));
             const int across = std::max(ceil_div(rows, kLinearRowsAtOnce), wanted);
             cut.rows = ceil_div(rows, std::max(across, 1));
-            cut.panels = rows > kFewRows ? 1 : std::clamp(panels / (kPiecesPerMember * team_.size()), 1, kMostPanelsAtOnce);
+            const bool few = rows <= (item.kind == Kind::kLinear ? kFewRows : kLinearRowsAtOnce);
+            const int most = item.kind == Kind::kLinear ? kMostPanelsAtOnce : kMostIntegerPanelsAtOnce;
+            cut.panels = few ? std::clamp(panels / (kPiecesPerMember * team_.size()), 1, most) : 1;
             cut.pieces = static_cast<uint32_t>(across) * ceil_div(panels, cut.panels);
         } else if (item.kind == Kind::kAttention) {
             cut.pieces = tilings_[cut.tiling].pieces();
         } else {
-            cut.pieces = ceil_div(rows, kRowsAtOnce);
+            cut.rows = std::clamp(ceil_div(rows, 2 * team_.size()), 1, kMostRowsAtOnce);
+            cut.pieces = ceil_div(rows, cut.rows);
         }
         progress_[index].begin(step_, cut.pieces);
     }
@@ -198,7 +201,7 @@ bool Program::help(size_t index, uint32_t step) {
 
 void Program::run_piece(size_t index, uint32_t piece) const {
     const Instruction &item = instructions_[index];
-    const Range rows = part(static_cast<int>(piece), kRowsAtOnce, rows_of(item.sampled));
+    const Range rows = part(static_cast<int>(piece), cuts_[index].rows, rows_of(item.sampled));
     const float *from = at(item.from);
     float *to = at(item.to);
     switch (item.kind) {
@@ -207,6 +210,7 @@ void Program::run_piece(size_t index, uint32_t piece) const {
         case Kind::kGather:
             return variant_.gather({to, from, inputs_.sampled, item.outputs}, rows);
         case Kind::kLinear:
+        case Kind::kIntegerLinear:
             return run_linear(item, cuts_[index], piece);
         case Kind::kNorm:
             return variant_.norm({to, from, item.weight, item.outputs, item.number}, rows);
@@ -220,6 +224,8 @@ void Program::run_piece(size_t index, uint32_t piece) const {
                 {to, from, item.keys, item.values, inputs_.query_starts, inputs_.kv_lengths, inputs_.tables, inputs_.table_width,
                  item.query_heads, item.kv_heads, item.head_dim, item.number},
                 piece);
+        case Kind::kQuantize:
+            return variant_.quantize({to, from, item.inputs}, rows);
     }
 }
 
@@ -232,6 +238,11 @@ void Program::run_linear(const Instruction &item, const Cut &cut, uint32_t piece
     const int ahead = cut.panels > 1 ? 1 : team_.size();
     const float *following = rows.last < rows_of(item.sampled) ? item.weight : cut.following;
     const Epilogue epilogue = {at(item.to), at(item.residual), item.outputs, item.gated};
+    if (item.kind == Kind::kIntegerLinear) {
+        const auto *codes = reinterpret_cast<const uint8_t *>(item.weight);
+        const int32_t skip = cut.panels * (team_.size() - 1), groups = item.inputs / kQuantizedGroup;
+        return variant_.integer_linear[item.format]({epilogue, at(item.from), codes, item.bias, groups, skip}, panels, rows);
+    }
     variant_.linear({epilogue, at(item.from), item.weight, item.bias, item.inputs, following, ahead, all}, panels, rows);
 }
 

@@ -17,8 +17,8 @@
 
 namespace tokenloom {
 
-enum class Kind : int32_t { kEmbedding, kGather, kLinear, kNorm, kRopeCache, kAttention };
-constexpr int kKinds = 6;
+enum class Kind : int32_t { kEmbedding, kGather, kLinear, kNorm, kRopeCache, kAttention, kQuantize, kIntegerLinear };
+constexpr int kKinds = 8;
 
 // Most tokens that `again` takes: room for them is kept in every step's arena. ops/base.py has the same number.
 constexpr int32_t kMostAgain = 128;
@@ -29,7 +29,7 @@ constexpr int32_t kNoPlace = -1;
 
 // One operation. What a kind does not need is zero or null; ops/native.py mirrors the struct.
 struct Instruction {
-    const float *weight;  // embedding: table; linear: panels; norm: [width]; rope: rotations
+    const float *weight;  // embedding: table; linear: panels, of bytes where they are integers; norm: [width]; rope: rotations
     const float *bias;    // linear
     float *keys, *values;  // rope, attention: the layer's cache
     Kind kind;
@@ -40,6 +40,7 @@ struct Instruction {
     int32_t bound;                          // embedding: rows of the table; rope: positions
     int32_t blocks;                         // rope, attention: blocks of the cache
     int32_t query_heads, kv_heads, head_dim;
+    int32_t format;  // integer linear: IntegerFormat
     float number;  // norm: epsilon; attention: scale
 };
 
@@ -81,7 +82,7 @@ class Program final : public Job {
     // How an instruction is cut into pieces in the current step.
     struct Cut {
         uint32_t pieces;
-        int32_t rows;    // linear: rows of a piece
+        int32_t rows;    // all but attention: rows of a piece
         int32_t tiling;  // attention: index into tilings_
         int32_t panels;  // linear: panels of a piece
         const float *following;  // linear: the next product's weight, or null; the same in every step
