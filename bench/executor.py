@@ -1,6 +1,7 @@
 """How long the worker's forward pass takes, by number of rows and kind of operation, in one process and without any service.
 
-    python -m bench.executor MODEL_DIR [--kernels cpu reference] [--threads 2] [--rounds 10] [--busy 1] [--kinds]
+    python -m bench.executor MODEL_DIR [--kernels cpu reference] [--quantization none int8 int4] [--threads 2] [--rounds 10] [--busy 1]
+                             [--kinds]
 
 Decode steps of 1, 8 and 32 rows behind 128 cached tokens each, a prefill of 512, and steps behind 1,000 tokens and more, where attention
 rules. Executors take turns round by round, so that other load on the machine meets all of them; compare the ratios, and mind the load
@@ -57,10 +58,12 @@ def staged_rows(engine: Engine, rows: int, cached: int, tokens: int, first_block
 class Contender:
     """One executor with the model loaded."""
 
-    def __init__(self, model: Path, kernels: str, threads: int) -> None:
+    def __init__(self, model: Path, kernels: str, quantization: str, threads: int) -> None:
         needed = max(rows * blocks_for(cached + tokens) for rows, cached, tokens in CASES.values())
         options = {"model": model, "kernels": kernels, "threads": threads, "max_num_seqs": MOST_ROWS, "kv_cache_memory_bytes": CACHE_BYTES}
         self.name = kernels
+        if quantization != "none":
+            options["quantization"], self.name = quantization, f"{kernels} {quantization}"
         self.engine = load(WorkerConfig.model_validate(options))
         self._threads = threads if kernels == "reference" else 1
         if self.engine.facts.num_blocks < needed:
@@ -122,7 +125,7 @@ def measure(contenders: list[Contender], rounds: int) -> None:
         for index, contender in enumerate(contenders):
             mine = [turn[index] for turn in times]
             middle = statistics.median(mine)
-            print(f"{case:<18} {contender.name:<10} {middle:8.1f} ms   ({min(mine):.1f} to {max(mine):.1f})   x {middle / base:.2f}")
+            print(f"{case:<18} {contender.name:<14} {middle:8.1f} ms   ({min(mine):.1f} to {max(mine):.1f})   x {middle / base:.2f}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -130,18 +133,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--kernels", nargs="+", choices=["cpu", "reference"], default=["cpu"])
+    parser.add_argument("--quantization", nargs="+", choices=["none", "int8", "int4"], default=["none"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--busy", type=int, default=0)
     parser.add_argument("--kinds", action="store_true", help="print the time of each kind of operation too, in milliseconds a step")
     args = parser.parse_args(argv)
-    contenders = [Contender(args.model, kernels, args.threads) for kernels in args.kernels]
+    pairs = [(kernels, quantization) for kernels in args.kernels for quantization in args.quantization]
+    contenders = [Contender(args.model, *pair, args.threads) for pair in pairs]
     print(f"load average {os.getloadavg()[0]:.2f}; {args.threads} threads; {args.busy} busy processes; spin count {openmp.SPIN_COUNT}")
     with busy(args.busy):
         measure(contenders, args.rounds)
         for contender in contenders:
             for case in CASES if args.kinds else ():
-                print(f"{case:<18} {contender.name:<10} {contender.kinds(case, args.rounds)}")
+                print(f"{case:<18} {contender.name:<14} {contender.kinds(case, args.rounds)}")
     return 0
 
 

@@ -28,4 +28,4 @@ def test_each_executor_is_measured_in_each_case_beside_busy_processes(tiny_llama
 def test_a_cache_too_small_for_the_cases_is_refused(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(executor, "CASES", {"long": (10**7, 16, 1)})
     with pytest.raises(SystemExit, match="need 20000000 KV blocks"):
-        executor.Contender(tiny_llama_dir, "cpu", 1)
+        executor.Contender(tiny_llama_dir, "cpu", "none", 1)
