@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from libs.blocks import BLOCK_SIZE
@@ -19,12 +20,13 @@ from libs.telemetry.logs import get_logger
 from services.worker import facts, host, kv_cache, logprobs, numerics, weights
 from services.worker.batch import Batch, Opening, Row
 from services.worker.config import WorkerConfig
-from services.worker.logprobs import Told
+from services.worker.logprobs import Kept, Told
 from services.worker.models.registry import Model, build
 from services.worker.ops.base import HeadShape, Ops, Step
 from services.worker.quantized_reader import QuantizedReader
 from services.worker.sampling.custom import CustomProcessor, load_processors
-from services.worker.sampling.sampler import sample
+from services.worker.sampling.picking import Picker, pick
+from services.worker.sampling.sampler import Sampled, sample
 from services.worker.slots import Limits, SlotTable, StagedRow
 from services.worker.step_inputs import build_inputs, build_mask, build_sampling
 from tokenloom.worker.v1 import worker_pb2
@@ -32,7 +34,7 @@ from tokenloom.worker.v1 import worker_pb2
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Executed:
     """What a step computed: the token drawn by a row's index in the batch, the rows that have none and why, and microseconds.
 
@@ -41,9 +43,9 @@ class Executed:
 
     tokens: dict[int, int]
     non_finite: frozenset[int]
-    prepare_us: int
-    forward_us: int
-    sample_us: int
+    prepare_us: int = 0
+    forward_us: int = 0
+    sample_us: int = 0
     dead_ends: frozenset[int] = frozenset()
     failed: frozenset[int] = frozenset()
     logprobs: Mapping[int, PackedLogprobs] = field(default_factory=dict)
@@ -53,9 +55,12 @@ class Executed:
 class Engine:
     """See the module. Everything that can be refused is refused while loading. `step` is the model, bound to its executor and cache."""
 
-    def __init__(self, step: Step, facts: worker_pb2.WorkerFacts, processors: Sequence[CustomProcessor] = ()) -> None:
-        """`processors`: the operator's logits processors, for the slots whose rows this engine samples."""
+    def __init__(
+        self, step: Step, facts: worker_pb2.WorkerFacts, processors: Sequence[CustomProcessor] = (), picker: Picker = pick
+    ) -> None:
+        """`processors`: the operator's logits processors, for the slots whose rows this engine samples; `picker`: the executor's."""
         self.step = step
+        self._picker = picker
         self.processors = processors
         self.facts = facts
         self.limits = Limits(
@@ -78,7 +83,7 @@ class Engine:
     def execute(self, rows: Sequence[StagedRow]) -> Executed:
         """Computes the rows' tokens into the cache and samples those that ask for it. `rows` may be empty."""
         if not rows:
-            return Executed({}, frozenset(), 0, 0, 0)
+            return Executed({}, frozenset())
         vocabulary = self.facts.vocab_size
         began = time.perf_counter_ns()
         inputs, sampling = build_inputs(rows), build_sampling(rows, vocabulary)
@@ -87,24 +92,36 @@ class Engine:
         logits = self.step(inputs)
         computed = time.perf_counter_ns()
         kept = logprobs.keep(logits, rows, vocabulary)
-        sampled = sample(logits, sampling, vocabulary, mask)
+        sampled = sample(logits, sampling, vocabulary, mask, self._picker)
         told = logprobs.of_prompts(self.step, rows, vocabulary)
-        indices = np.array([row.index for row in rows if row.sample], np.int64)
-        drawn = sampled.finite & ~(sampled.dead | sampled.failed)
-        of_tokens = logprobs.of_tokens(kept, sampled.tokens) if kept is not None else ()
-        listed = {int(indices[place]): packed for place, packed in of_tokens if drawn[place]}
+        executed = _executed([row.index for row in rows if row.sample], sampled, kept, told)
         ended = time.perf_counter_ns()
-        return Executed(
-            tokens=dict(zip(indices[drawn].tolist(), sampled.tokens[drawn].tolist(), strict=True)),
-            non_finite=frozenset(indices[~sampled.finite].tolist()),
-            dead_ends=frozenset(indices[sampled.dead].tolist()),
-            failed=frozenset(indices[sampled.failed].tolist()),
-            logprobs=listed,
-            told=told,
-            prepare_us=(prepared - began) // 1000,
-            forward_us=(computed - prepared) // 1000,
-            sample_us=(ended - computed) // 1000,
-        )
+        executed.prepare_us, executed.forward_us = (prepared - began) // 1000, (computed - prepared) // 1000
+        executed.sample_us = (ended - computed) // 1000
+        return executed
+
+
+def _executed(indices: Sequence[int], sampled: Sampled, kept: Kept | None, told: Sequence[Told]) -> Executed:
+    """What the rows `indices` of the batch drew. Almost always all of them did."""
+    drawn = sampled.finite & ~(sampled.dead | sampled.failed)
+    tokens = dict(zip(indices, sampled.tokens.tolist(), strict=True))
+    of_tokens = logprobs.of_tokens(kept, sampled.tokens) if kept is not None else ()
+    listed = {indices[place]: packed for place, packed in of_tokens if drawn[place]}
+    if drawn.all():
+        return Executed(tokens, frozenset(), logprobs=listed, told=told)
+
+    def those(where: npt.NDArray[np.bool_]) -> frozenset[int]:
+        return frozenset(indices[place] for place in np.flatnonzero(where).tolist())
+
+    lost = those(~drawn)
+    return Executed(
+        tokens={index: token for index, token in tokens.items() if index not in lost},
+        non_finite=those(~sampled.finite),
+        dead_ends=those(sampled.dead),
+        failed=those(sampled.failed),
+        logprobs=listed,
+        told=told,
+    )
 
 
 @torch.inference_mode()
@@ -128,7 +145,7 @@ def load(config: WorkerConfig) -> Engine:
     except (KeyError, ValueError) as error:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{directory.path}: {error.args[0]}") from error
     cache = kv_cache.allocate(model_config, size.num_blocks, dtype)
-    engine = Engine(ops.bind(model.forward, cache, offered.max_tokens_per_step), offered, processors)
+    engine = Engine(ops.bind(model.forward, cache, offered.max_tokens_per_step), offered, processors, ops.picker())
     numerics.leave_cores_to_the_team(ops)
     engine.warm_up()
     _log.info(

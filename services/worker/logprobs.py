@@ -40,9 +40,9 @@ class Told:
 def keep(logits: torch.Tensor, rows: Sequence[StagedRow], vocab_size: int) -> Kept | None:
     """Copies the logits [S, at least vocab_size] of those of the sampled `rows` that ask for log-probabilities; None: nobody does."""
     asked = [row.slot.sampling.logprobs for row in rows if row.sample]
-    places = np.array([place for place, wanted in enumerate(asked) if wanted is not None], np.int64)
-    if not places.size:
+    if all(wanted is None for wanted in asked):
         return None
+    places = np.array([place for place, wanted in enumerate(asked) if wanted is not None], np.int64)
     copied = logits[torch.from_numpy(places).to(logits.device), :vocab_size].float()
     return Kept(copied, places, tuple(wanted for wanted in asked if wanted is not None))
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from services.worker.ops.quantized import Weight
+from services.worker.sampling.picking import Picker
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,10 @@ class Ops(Protocol):
 
         The step's logits are valid until the next step. Raises TokenloomError(UNSUPPORTED) for what the executor cannot run.
         """
+        ...
+
+    def picker(self) -> Picker:
+        """What takes tokens from a step's logits."""
         ...
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> Value:

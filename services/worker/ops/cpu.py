@@ -17,10 +17,11 @@ import torch
 from libs.errors import ErrorCode, TokenloomError
 from services.worker.ops.base import Forward, HeadShape, LayerCache, PackedLinear, Step, StepInputs
 from services.worker.ops.integer_packing import IntegerPanels, pack_integers
-from services.worker.ops.native import CpuLibrary, Program, Team
+from services.worker.ops.native import CpuLibrary, Program, Sampler, Team
 from services.worker.ops.packing import Panels, pack
 from services.worker.ops.quantized import QuantizedWeight, Weight
 from services.worker.ops.recording import Instruction, Kind, Recording, Rows, Value
+from services.worker.sampling.picking import Picker
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 32
@@ -66,6 +67,10 @@ class CpuOps:
         if not isinstance(result, Value) or result not in recording.made:
             raise _refused(f"the model's result is {_name(result)}, not what an operation computed")
         return Program(self._library, self._team, recording, result, max_tokens)
+
+    def picker(self) -> Picker:
+        """See Ops. Raises MemoryError."""
+        return Sampler(self._library, self._team)
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> Value:
         """See Ops."""

@@ -10,13 +10,17 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from libs.errors import ErrorCode, TokenloomError
 from services.worker.ops.base import MOST_AGAIN, StepInputs
 from services.worker.ops.places import Plan, plan_places
 from services.worker.ops.recording import Instruction, Kind, Recording, Rows, Value
+from services.worker.sampling.picking import Bools, Picked, PickRows
 
 # Forces a variant ("avx512vnni", "avx512", "avx2", "generic"); for tests and for comparing machines.
 VARIANT_ENV = "TOKENLOOM_CPU_ISA"
@@ -51,13 +55,25 @@ class _StepInputs(ctypes.Structure):
     ]
 
 
+class _Pick(ctypes.Structure):
+    """Mirrors Pick of kernels.h."""
+
+    _fields_ = [
+        ("logits", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("vocabulary", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("temperature", "top_p", "min_p", "uniforms", "top_k", "sound", "tokens", "finite")),
+    ]
+
+
 class CpuLibrary:
     """The loaded library; `variant` names the instruction set that was chosen."""
 
     def __init__(self, path: Path, variant: str | None = None) -> None:
         """Loads `path` and takes `variant` (default: VARIANT_ENV, else the best this CPU has). Raises TokenloomError(UNSUPPORTED)."""
         self.calls = ctypes.CDLL(str(path))
-        for name in ("tokenloom_variant", "tokenloom_team_create", "tokenloom_program_create"):
+        for name in ("tokenloom_variant", "tokenloom_team_create", "tokenloom_program_create", "tokenloom_sampler_create"):
             getattr(self.calls, name).restype = ctypes.c_void_p
         self.calls.tokenloom_variant_name.restype = ctypes.c_char_p
         wanted = os.environ.get(VARIANT_ENV, "") if variant is None else variant
@@ -216,3 +232,41 @@ def _at(tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> int:
     if tensor.dtype is not dtype or tensor.shape != tuple(shape) or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(f"an input of type {tensor.dtype} and shape {tuple(tensor.shape)} where {dtype} {tuple(shape)} is wanted")
     return tensor.data_ptr()
+
+
+class Sampler:
+    """Takes a token from each row of a step's logits, the rows shared out among a team: see sampling.picking.Picker. For one thread."""
+
+    def __init__(self, library: CpuLibrary, team: Team) -> None:
+        """Raises MemoryError."""
+        self._owned, self._calls = (library, team), library.calls
+        self._handle = ctypes.c_void_p(library.calls.tokenloom_sampler_create(library.handle, team.handle))
+        if not self._handle:
+            raise MemoryError("no memory for a sampler")
+        weakref.finalize(self, _destroy_sampler, library, team, self._handle).atexit = False
+
+    def __call__(self, logits: torch.Tensor, rows: PickRows, sound: Bools | None = None) -> Picked:
+        """See Picker. Raises MemoryError."""
+        count, vocabulary = logits.shape
+        if logits.dtype is not torch.float32 or (count and logits.stride(1) != 1):
+            raise ValueError(f"logits of type {logits.dtype} or layout {logits.stride()}")
+        picked = Picked(np.empty(count, np.int64), np.empty(count, np.bool_))
+        columns = (rows.temperature, rows.top_p, rows.min_p, rows.uniforms, rows.top_k, sound, picked.tokens, picked.finite)
+        pick = _Pick(logits.data_ptr(), logits.stride(0), vocabulary, count, *(_of(column, count) for column in columns))
+        if self._calls.tokenloom_sampler_run(self._handle, ctypes.byref(pick)) == _NO_MEMORY:
+            raise MemoryError(f"no memory to draw from {vocabulary} ids")
+        return picked
+
+
+def _of(column: npt.NDArray[Any] | None, count: int) -> int | None:
+    """The address of a column of `count` entries. Raises ValueError for another length or layout."""
+    if column is None:
+        return None
+    if column.shape != (count,) or not column.flags.c_contiguous:
+        raise ValueError(f"a column of shape {column.shape} for {count} rows")
+    return int(column.ctypes.data)
+
+
+def _destroy_sampler(library: CpuLibrary, team: Team, handle: ctypes.c_void_p) -> None:
+    """`team` is an argument so that it is there until the sampler is gone."""
+    library.calls.tokenloom_sampler_destroy(handle)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from services.worker.ops.base import Forward, HeadShape, LayerCache, PackedLinear, Step, StepInputs
 from services.worker.ops.quantized import QuantizedWeight, Weight
+from services.worker.sampling.picking import Picker, pick
 
 _PADDED_ROWS = (8, 12)
 
@@ -46,6 +47,10 @@ class ReferenceOps:
     def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:
         """See Ops: each step runs the model's Python."""
         return _Eager(self, forward, cache)
+
+    def picker(self) -> Picker:
+        """See Ops."""
+        return pick
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""

@@ -39,6 +39,11 @@ class Processed:
     failed: npt.NDArray[np.bool_]
 
 
+def needs_processing(rows: SamplingRows, mask: torch.Tensor | None) -> bool:
+    """Whether any logit may change before tokens are taken."""
+    return mask is not None or rows.edits is not NO_EDITS or bool(rows.banned_rows.size)
+
+
 def process(logits: torch.Tensor, rows: SamplingRows, mask: torch.Tensor | None, finite: npt.NDArray[np.bool_]) -> Processed:
     """Applies what `rows` ask for to `logits` ([R, V], in place if they are float32) and then `mask` (see `sample`).
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.sampling.draws import uniforms
-from services.worker.sampling.sampler import SamplingRows, sample
+from services.worker.sampling.rows import SamplingRows
+from services.worker.sampling.sampler import sample
 
 VOCABULARY = 600
 

@@ -89,7 +89,8 @@ def _intact(entry: Path) -> bool:
 
 
 def _build(folder: Path, compiler: list[str]) -> None:
-    units: list[tuple[str, str, tuple[str, ...]]] = [(name, f"{name}.o", ()) for name in ("dispatch", "program", "team", "tiling")]
+    names = ("dispatch", "program", "sampler", "team", "tiling")
+    units: list[tuple[str, str, tuple[str, ...]]] = [(name, f"{name}.o", ()) for name in names]
     units += [("variant", f"variant_{isa}.o", (*flags, f"-DTOKENLOOM_ISA={isa}")) for isa, flags in variants().items()]
     common = [*compiler, *FLAGS]
     commands = [[*common, *flags, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(folder / out)] for name, out, flags in units]

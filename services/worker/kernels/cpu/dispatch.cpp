@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "program.h"
+#include "sampler.h"
 #include "team.h"
 
 #define TOKENLOOM_API extern "C" __attribute__((visibility("default")))
@@ -105,4 +106,25 @@ TOKENLOOM_API int tokenloom_program_again(tokenloom::Program *program, const int
 TOKENLOOM_API void tokenloom_program_start_timing(tokenloom::Program *program) { program->start_timing(); }
 TOKENLOOM_API void tokenloom_program_timing(const tokenloom::Program *program, int64_t *nanoseconds) {
     std::copy(program->nanoseconds().begin(), program->nanoseconds().end(), nanoseconds);
+}
+
+// A sampler; null where there is no memory. The team must outlive it.
+TOKENLOOM_API tokenloom::Sampler *tokenloom_sampler_create(const tokenloom::Variant *variant, tokenloom::Team *team) {
+    try {
+        return new tokenloom::Sampler(*variant, *team);
+    } catch (const std::bad_alloc &) {
+        return nullptr;
+    }
+}
+
+TOKENLOOM_API void tokenloom_sampler_destroy(tokenloom::Sampler *sampler) { delete sampler; }
+
+// Takes a token from each row: 0 done, 1 no memory.
+TOKENLOOM_API int tokenloom_sampler_run(tokenloom::Sampler *sampler, const tokenloom::Pick *pick) {
+    try {
+        sampler->run(*pick);
+        return 0;
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
 }

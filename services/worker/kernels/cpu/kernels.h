@@ -110,6 +110,28 @@ struct RopeCache {
     int32_t query_heads, kv_heads, head_dim;
 };
 
+// Best weights that a nucleus is looked for in before all are sorted, and classes of weights by size that find them.
+constexpr int kCandidates = 256, kMoreCandidates = 4096;
+constexpr int kWeightClasses = 2048;
+
+// Rows of logits to take a token from; parallel arrays of one entry a row. sampling/rows.py says what the parameters mean.
+struct Pick {
+    const float *logits;  // [rows, stride], of which the first `vocabulary` columns count
+    int64_t stride;
+    int32_t vocabulary, rows;
+    const double *temperature, *top_p, *min_p, *uniforms;
+    const int64_t *top_k;
+    const uint8_t *sound;  // 0: a row whose token will mean nothing; null: those whose logits are not all finite
+    int64_t *tokens;
+    uint8_t *finite;  // whether all logits of the row are
+};
+
+// What drawing a row needs for itself.
+struct PickRoom {
+    double *weights, *best;  // [vocabulary] each
+    int32_t *counts;         // [kWeightClasses]
+};
+
 // The kernels as compiled for one instruction set.
 struct Variant {
     const char *name;
@@ -125,6 +147,7 @@ struct Variant {
     void (*read_through)(const float *from, int64_t count);
     void (*quantize)(const Quantize &, Range rows);
     void (*integer_linear[kIntegerFormats])(const IntegerLinear &, Range panels, Range rows);
+    void (*pick)(const Pick &, int32_t row, const PickRoom &);
 };
 
 }  // namespace tokenloom
