@@ -70,7 +70,7 @@ class StepSettings(Settings):
 
     max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences that one step may hold.")
     max_num_batched_tokens: Amount = Field(
-        512,
+        320,
         ge=1,
         description="Most tokens computed in one step, prefill and decode together; a worker takes one whole sequence, whatever this says.",
     )

@@ -84,6 +84,10 @@ def _token_budget(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> int
     return budget if config.enable_chunked_prefill else max(budget, facts.max_model_len)
 
 
+# Once prompts take this part of a step's budget, no further one begins in it (decision 29).
+_PROMPTS_SHARE = 0.4
+
+
 def limits_of(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> Limits:
     """The limits of steps and queue. Without chunked prefill the token budget is at least the context length, and the log says so."""
     budget = _token_budget(config, facts)
@@ -97,6 +101,7 @@ def limits_of(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> Limits:
         max_model_len=facts.max_model_len,
         chunked_prefill=config.enable_chunked_prefill,
         prefix_caching=config.enable_prefix_caching,
+        enough_prefill=max(1, int(budget * _PROMPTS_SHARE)),
     )
 
 

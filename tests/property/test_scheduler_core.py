@@ -47,6 +47,7 @@ class CoreMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         lease_steps=st.sampled_from([1, 3, 8]),
         most_idle=st.sampled_from([0, 1, 256]),
+        enough=st.sampled_from([0, 1, 20]),
     )
     def begin(self, blocks: list[int], slots: int, **sizes: Any) -> None:
         self.world = CheckWorld(Shape(blocks=tuple(blocks), slots=slots, sequences=slots, **sizes))

@@ -26,7 +26,8 @@ OUT_OF_MEMORY = TokenloomError(ErrorCode.OUT_OF_MEMORY, "out of memory")
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes and switches of a world. `blocks`: cache sizes that groups come with, in turn; `in_flight`: batches a group takes at once;
-    `lease_steps`: most steps of a lease; `most_idle`: constraints that nobody wants and that groups keep."""
+    `lease_steps`: most steps of a lease; `most_idle`: constraints that nobody wants and that groups keep;
+    `enough`: tokens of prompts after which none begins."""
 
     groups: int = 1
     blocks: tuple[int, ...] = (8,)
@@ -42,6 +43,7 @@ class Shape:
     policy: str = "fcfs"
     lease_steps: int = 1
     most_idle: int = 256
+    enough: int = 0
 
     def limits(self) -> Limits:
         """The core's limits in such a world."""
@@ -53,6 +55,7 @@ class Shape:
             max_model_len=MAX_MODEL_LEN,
             chunked_prefill=self.chunked,
             prefix_caching=self.caching,
+            enough_prefill=self.enough,
         )
 
     def group(self, name: str, epoch: int, blocks: int) -> Group:

@@ -1,7 +1,8 @@
 """What runs in a group's next step, and why the rest waits.
 
 Three limits close the gap between what is computed and what is known: the token budget, sequences per step, and free blocks. Decodes come
-first (each is one token, and a client waits for it), then prompts that have begun, both in the order of their ranks, then the queue.
+first (each is one token, and a client waits for it), then prompts that have begun, both in the order of their ranks, then the queue, until
+prompts have their share of the budget.
 Chunked prefill after Agrawal et al. 2024 ("Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve"); continuous batching
 after Yu et al. 2022 ("Orca").
 
@@ -52,6 +53,7 @@ class _Draft:
     def __init__(self, state: SchedulerState, group: Group, isolated: bool, now_ns: int) -> None:
         self._state, self._group, self._isolated, self._now = state, group, isolated, now_ns
         self._budget = min(state.limits.max_tokens_per_step, group.most_tokens or state.limits.max_tokens_per_step)
+        self._enough, self._prefilled = state.limits.enough_prefill or self._budget, 0
         self._distance, self._suspicious = group.feed_forward_distance, bool(state.quarantine.suspects)
         # With nothing in flight every request is far enough from its last batch, and the numbers must say so.
         self._number = group.last_number + (1 if group.in_flight else group.feed_forward_distance)
@@ -153,6 +155,7 @@ class _Draft:
         request.unresolved_samples += sample
         request.timeline.steps += 1
         if prefill:
+            self._prefilled += count
             request.timeline.chunks += 1
             request.timeline.note(RequestEvent("chunk", self._now, amount=count))
         self._budget -= count
@@ -203,7 +206,7 @@ class _Draft:
             return WaitReason.GROUP_TOO_SMALL
         if not self._state.checking.is_ready(request, self._group.name):
             return WaitReason.CHECKING
-        if self._budget < 1:
+        if self._budget < 1 or self._prefilled >= self._enough:
             return WaitReason.TOKEN_BUDGET
         if not self._make_slot():
             return WaitReason.NO_SLOT

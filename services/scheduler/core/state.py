@@ -35,6 +35,8 @@ _COUNTS_PER_LIVE = 4
 class Limits:
     """What one step and the whole scheduler may hold: `max_tokens_per_step` is the token budget.
 
+    `enough_prefill`: once prompts take so many tokens of a step, no further one begins in it (0: only the budget ends that). It would hold
+    back the first token of those before it, and on a device that is busy with one prompt nothing is computed faster for it.
     `max_requests` and `max_live_tokens` (prompt plus most output; 0: no bound) bound what is live, waiting or running.
     """
 
@@ -45,6 +47,7 @@ class Limits:
     max_live_tokens: int = 0
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    enough_prefill: int = 0
 
 
 class SchedulerState:

@@ -109,6 +109,11 @@ def test_limits_are_the_smaller_of_configuration_and_worker():
     assert limits_of(SchedulerConfig(max_num_seqs=3), facts()).max_sequences == 3
 
 
+def test_no_further_prompt_begins_once_prompts_take_two_fifths_of_the_budget():
+    assert limits_of(SchedulerConfig(max_num_batched_tokens=200), facts()).enough_prefill == 80
+    assert limits_of(SchedulerConfig(max_num_batched_tokens=1, max_num_seqs=1), facts()).enough_prefill == 1
+
+
 def test_without_chunked_prefill_the_budget_is_raised_to_the_context():
     limits = limits_of(SchedulerConfig(max_num_batched_tokens=100, enable_chunked_prefill=False), facts())
     assert (limits.max_tokens_per_step, limits.chunked_prefill) == (128, False)

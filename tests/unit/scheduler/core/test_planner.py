@@ -46,6 +46,27 @@ class TestBudget:
         submit(state, [2] * 40)
         assert shape(planned(state, group)) == [(1, 0, 20, True), (2, 0, 12, False)]
 
+    def test_no_further_prompt_begins_where_there_is_enough_of_them(self):
+        state = make_state(max_tokens_per_step=64, enough_prefill=20)
+        group = add_group(state, blocks=20)
+        for number, length in enumerate((12, 10, 30, 5), 1):
+            submit(state, [number] * length)
+        assert shape(step(state, group)[0]) == [(1, 0, 12, True), (2, 0, 10, True)]
+        waiting = state.queue.peek()
+        assert waiting is not None
+        assert waiting.wait_reason is WaitReason.TOKEN_BUDGET
+        assert shape(step(state, group)[0]) == [(1, 12, 1, True), (2, 10, 1, True), (3, 0, 30, True)]
+        assert shape(step(state, group)[0])[-1] == (4, 0, 5, True)
+
+    def test_prompts_that_have_begun_go_on_however_many_there_are(self):
+        state = make_state(max_tokens_per_step=30, enough_prefill=5)
+        group = add_group(state, blocks=20)
+        submit(state, [1] * 40)
+        assert shape(step(state, group)[0]) == [(1, 0, 30, False)]
+        submit(state, [2] * 20)
+        assert shape(step(state, group)[0]) == [(1, 30, 10, True)]
+        assert shape(step(state, group)[0]) == [(1, 40, 1, True), (2, 0, 20, True)]
+
     def test_decodes_come_before_prompts_that_began_earlier(self):
         state = make_state(max_tokens_per_step=16)
         group = add_group(state)
