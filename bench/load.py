@@ -131,7 +131,7 @@ def bodies(options: Options, count: int, seed: int) -> list[bytes]:
     return [request_body(options.endpoint, options.model, prompt, options.workload) for prompt in prompts]
 
 
-async def _drive(options: Options) -> tuple[list[RequestRecord], CpuUse]:
+async def drive(options: Options) -> tuple[list[RequestRecord], CpuUse]:
     """Warms up, then measures: the records and the CPU used meanwhile."""
     headers = {"content-type": "application/json", "accept": "text/event-stream"}
     if options.api_key:
@@ -173,7 +173,7 @@ async def measure(options: Options, command: str) -> Result:
     """Runs the whole measurement."""
     machine, server = Machine.here(), await server_version(options.target)
     started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    records, cpu = await _drive(options)
+    records, cpu = await drive(options)
     examples: dict[str, str] = {}
     for record in records:
         if record.failure is not None:

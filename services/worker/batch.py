@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -113,15 +114,22 @@ def _rows(message: worker_pb2.StepBatch) -> tuple[Row, ...]:
         raise _violation("a slot stands in two rows")
     if 0 in message.counts:
         raise _violation("a row of no tokens")
-    blocks = _ids(message.new_block_ids, "new_block_ids")
-    ends = np.cumsum(np.asarray(message.new_block_counts, np.int64))
-    if (int(ends[-1]) if count else 0) != blocks.size:
-        raise _violation(f"new_block_counts sum to {int(ends[-1]) if count else 0}, new_block_ids holds {blocks.size}")
-    pieces = np.split(blocks, ends[:-1]) if count else []
+    pieces = _block_pieces(message)
     return tuple(
         Row(slot, tokens, bool(sample), piece)
         for slot, tokens, sample, piece in zip(message.slots, message.counts, message.samples, pieces, strict=True)
     )
+
+
+def _block_pieces(message: worker_pb2.StepBatch) -> Sequence[Ids]:
+    """Each row's new blocks. Most steps bring none: then nothing is cut up."""
+    blocks, count = _ids(message.new_block_ids, "new_block_ids"), len(message.slots)
+    told = sum(message.new_block_counts)
+    if told != blocks.size:
+        raise _violation(f"new_block_counts sum to {told}, new_block_ids holds {blocks.size}")
+    if not told:
+        return (_NO_IDS,) * count
+    return np.split(blocks, np.cumsum(np.asarray(message.new_block_counts, np.int64))[:-1])
 
 
 def _opening(message: worker_pb2.Open) -> Opening:

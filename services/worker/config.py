@@ -129,6 +129,14 @@ class ProcessorSettings(Settings):
     )
 
 
+class RecordSettings(Settings):
+    """What is kept for measuring."""
+
+    record_steps: Path | None = Field(
+        None, description="File to which every step's batch and answer are appended, prompts included, for bench.mesh_cost. None: no file."
+    )
+
+
 class MeshSettings(Settings):
     """Its place in the mesh."""
 
@@ -143,6 +151,7 @@ class WorkerConfig(
     ExecutionSettings,
     ConstraintSettings,
     ProcessorSettings,
+    RecordSettings,
     MeshSettings,
     StoreSettings,
     AdvertiseSettings,

@@ -17,6 +17,7 @@ from libs.telemetry.logs import get_logger
 from services.worker.batch import Batch, granted_steps, parse_batch
 from services.worker.chain import Chain
 from services.worker.engine import MAX_IN_FLIGHT
+from services.worker.step_log import LoggedStep, StepLog
 from services.worker.steps import Answered, Steps
 from tokenloom.worker.v1 import worker_pb2
 
@@ -39,6 +40,7 @@ class _Work:
     epoch: int
     number: int
     predecessor: int
+    message: worker_pb2.StepBatch
     parsed: Batch | TokenloomError
     sink: Sink
     arrived_ns: int
@@ -51,15 +53,21 @@ class Runner:
     """See the module. All methods may be called from any thread."""
 
     def __init__(
-        self, prepare: Callable[[], Steps], on_loaded: Callable[[Steps | BaseException], None], on_broken: Callable[[], None]
+        self,
+        prepare: Callable[[], Steps],
+        on_loaded: Callable[[Steps | BaseException], None],
+        on_broken: Callable[[], None],
+        log: StepLog | None = None,
     ) -> None:
         """`prepare` loads the model, in the runner's thread, so that torch keeps one team of threads; `on_loaded` is called there too.
 
-        `on_broken` is called there when the thread ends by an error of its own: nothing will be computed any more.
+        `on_broken` is called there when the thread ends by an error of its own: nothing will be computed any more. `log`: where steps that
+        ran are recorded.
         """
         self._prepare = prepare
         self._on_loaded = on_loaded
         self._on_broken = on_broken
+        self._log = log
         self._lock = threading.Condition()
         self._queue: deque[_Attach | _Work] = deque()
         self._epoch = 0
@@ -85,6 +93,8 @@ class Runner:
             waiting = self._drop_queue()
         for attach in waiting:
             attach.done()
+        if self._log is not None:
+            self._log.close()
 
     def attach(self, epoch: int, done: Callable[[], None]) -> None:
         """Drops queued batches, ends the running one at its step's end, clears all slots, then calls `done` from the runner's thread."""
@@ -108,7 +118,15 @@ class Runner:
             parsed = error
         last = message.number + granted_steps(message) - 1
         work = _Work(
-            message.epoch, message.number, message.predecessor, parsed, sink, time.monotonic_ns(), last=last, started=message.number - 1
+            message.epoch,
+            message.number,
+            message.predecessor,
+            message,
+            parsed,
+            sink,
+            time.monotonic_ns(),
+            last=last,
+            started=message.number - 1,
         )
         with self._lock:
             refusal = self._refusal(work)
@@ -215,10 +233,21 @@ class Runner:
             failed = answered.result.outcome != worker_pb2.BATCH_OUTCOME_OK
             final = self._end_step(work, failed=failed)
             self._answer(work, answered)
+            if self._log is not None:
+                self._record(self._log, work, answered)
             if failed:
                 self._break_lease(steps, work)
             elif final:
                 self._chain.completed(work.number, work.last)
+
+    def _record(self, log: StepLog, work: _Work, answered: Answered) -> None:
+        first = work.started == work.number
+        try:
+            log.write(LoggedStep(answered.began_ns, work.message if first else None, answered.result))
+        except OSError as error:
+            _log.error("steps are recorded no more", reason=str(error))
+            log.close()
+            self._log = None
 
     def _begin_step(self, work: _Work) -> bool:
         """Starts the next step; False: the batch is over, or its epoch is."""

@@ -24,6 +24,7 @@ from services.worker.engine import load
 from services.worker.metrics import WorkerMetrics
 from services.worker.runner import Runner
 from services.worker.server import WorkerServicer
+from services.worker.step_log import StepLog
 from services.worker.steps import Steps
 from tokenloom.worker.v1 import worker_pb2_grpc
 
@@ -40,6 +41,7 @@ async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int
         metrics = WorkerMetrics()
         store = open_store(config.store, metrics.store) if config.store else None
         tracer = Tracer.of_process("worker", instance, config.otlp_endpoint)
+        log = StepLog(config.record_steps) if config.record_steps is not None else None
     except TokenloomError as error:
         _log.error("cannot start", reason=error.message)
         return 1
@@ -59,7 +61,7 @@ async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int
         constraints = load_constraints(config.structured_outputs_config_backend, config.model, engine.facts)
         return Steps(engine, metrics, emit, constraints)
 
-    runner = Runner(prepare, on_loaded=lambda result: _resolve(loop, outcome, result), on_broken=end)
+    runner = Runner(prepare, on_loaded=lambda result: _resolve(loop, outcome, result), on_broken=end, log=log)
     servicer, server = WorkerServicer(runner), rpc.new_server([_SERVICE])
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
     try:

@@ -45,7 +45,7 @@ class Slot:
     """One sequence: computed <= known <= capacity.
 
     tokens   prompt, then output; `known` of them are there, the first `computed` have their K and V in the blocks
-    endings  ids that end the output (end of sequence unless ignored, stop ids)
+    endings  ids that end the output (end of sequence unless ignored, stop ids); `ending_ids` are the same
     opened_with  tokens known at the opening: until the first token beyond them the slot is in its prefill
     progress  where the output stands in its constraint; None: it has none
     steering  what logits processors remember of it; None: it asks for none
@@ -54,6 +54,7 @@ class Slot:
     request: str
     sampling: SamplingParams
     endings: Ids
+    ending_ids: frozenset[int]
     tokens: Ids
     prompt_length: int
     opened_with: int
@@ -105,7 +106,7 @@ class Slot:
         """Whether its last token is an end of sequence or a stop token that counts already."""
         if self.output_length < max(self.sampling.min_tokens, 1):
             return False
-        return bool((self.endings == self.tokens[self.known - 1]).any())
+        return int(self.tokens[self.known - 1]) in self.ending_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +223,7 @@ class SlotTable:
             request=opening.request,
             sampling=opening.sampling,
             endings=np.asarray(endings, np.int32),
+            ending_ids=frozenset(endings),
             tokens=tokens,
             prompt_length=opening.prompt_ids.size,
             opened_with=known,
@@ -253,7 +255,8 @@ class SlotTable:
             return False
         if row.sample and end != slot.known:
             raise _violation(f"{slot.request} is to be sampled after token {end} of {slot.known}")
-        self._write_blocks(slot.request, slot.blocks, slot.num_blocks, row.new_blocks)
+        if row.new_blocks.size:
+            self._write_blocks(slot.request, slot.blocks, slot.num_blocks, row.new_blocks)
         num_blocks = slot.num_blocks + row.new_blocks.size
         if blocks_for(end) > num_blocks:
             raise _violation(f"{slot.request} has {num_blocks} blocks for {end} tokens")

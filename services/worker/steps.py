@@ -32,10 +32,11 @@ SpanSink = Callable[[SpanRecord], None]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A step's result, and what remains to be done once it is on its way (metrics, spans)."""
+    """A step's result, what remains to be done once it is on its way (metrics, spans), and when it began (monotonic ns; 0: it did not)."""
 
     result: worker_pb2.StepResult
     after: Callable[[], None]
+    began_ns: int = 0
 
 
 class Steps:
@@ -95,7 +96,7 @@ class Steps:
             )
         )
         self._previous_end_ns = ended_ns
-        return Answered(result, lambda: self._account(result, stages, gone, began_unix))
+        return Answered(result, lambda: self._account(result, stages, gone, began_unix), began_ns)
 
     def _account(
         self, result: worker_pb2.StepResult, stages: Sequence[tuple[StagedRow, bool]], gone: Sequence[Slot], began_unix: int

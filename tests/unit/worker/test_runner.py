@@ -16,6 +16,7 @@ from services.worker.engine import Executed
 from services.worker.metrics import WorkerMetrics
 from services.worker.runner import Runner
 from services.worker.slots import StagedRow
+from services.worker.step_log import StepLog
 from services.worker.steps import Steps
 from tests.unit.worker.helpers import LIMITS
 from tokenloom.common.v1 import common_pb2
@@ -51,7 +52,7 @@ class FakeEngine:
 class Bench:
     """A started runner, what it answered, and batches that follow on from each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: StepLog | None = None) -> None:
         self.engine = FakeEngine()
         self.metrics = WorkerMetrics()
         self.spans: queue.Queue[SpanRecord] = queue.Queue()
@@ -59,7 +60,7 @@ class Bench:
         loaded = threading.Event()
         engine: Any = self.engine
         self.broken = threading.Event()
-        self.runner = Runner(lambda: Steps(engine, self.metrics, self.spans.put), lambda _result: loaded.set(), self.broken.set)
+        self.runner = Runner(lambda: Steps(engine, self.metrics, self.spans.put), lambda _result: loaded.set(), self.broken.set, log)
         self.runner.start()
         assert loaded.wait(WAIT)
         self.attach(1)
