@@ -7,7 +7,8 @@ in this process, while the mesh stands idle; rounds take turns, so that other lo
 
     served / alone   milliseconds a step: forward, prepare, sample, rest of the step, idle before it while requests were there
     step ratio       a served step's period over the same step's alone, median: what gateway, scheduler, tokenizer and RPC add
-    TTFT added       time to first token at the client less what the worker alone takes for the steps meanwhile, median, in ms
+    TTFT added       time to first token at the client less what the worker alone takes for the steps meanwhile, median, in ms; and, of
+                     requests that found an idle worker, the way to their first step and back
     CPU              seconds of each process for 1,000 output tokens
 
 Other load on the machine moves all of it: mind the load average that is printed, and compare ratios.
@@ -36,7 +37,7 @@ import psutil
 from bench.load import drive, parse
 from bench.replay import LoneRunner
 from bench.stats import summarize
-from bench.timeline import Line, added_to_first_token_ms, moments, period_ratio
+from bench.timeline import Line, added_to_first_token_ms, hops_ms, moments, period_ratio
 from services.worker.config import WorkerConfig
 from services.worker.step_log import read_steps
 
@@ -90,6 +91,7 @@ class Turn:
     alone: Line
     step_ratio: float
     ttft_added_ms: float | None
+    hops_ms: tuple[float, float] | None
     ttft_ms: float | None
     output_tokens_per_s: float
     cpu_s_per_1000_tokens: dict[str, float]
@@ -114,7 +116,8 @@ def turn(root: psutil.Process, workload: str, words: Sequence[str], record: Path
     loaded = [index for index, step in enumerate(there) if step.began_us >= begins]  # without the warm-up
     there, here = [there[index] for index in loaded], [here[index] for index in loaded]
     return Turn(
-        workload, Line.of(there), Line.of(here), round(period_ratio(there, here), 3), added_to_first_token_ms(records, there, here),
+        workload, Line.of(there), Line.of(here), round(period_ratio(there, here), 3),
+        added_to_first_token_ms(records, there, here), hops_ms(records, there),
         facts.ttft_ms.p50, round(facts.output_tokens_per_s, 1),
         {name: round(seconds / facts.output_tokens * 1000, 3) for name, seconds in sorted(spent.items()) if seconds > 0.005},
     )  # fmt: skip
@@ -128,8 +131,9 @@ def show(one: Turn) -> None:
             f"  {name:<7} step {line.step_ms:7.2f}   forward {line.forward_ms:7.2f}   prepare {line.prepare_ms:5.2f}"
             f"   sample {line.sample_ms:5.2f}   rest {line.rest_ms:5.2f}   idle {line.idle_ms:5.2f} ({line.idle_share:.1%})"
         )
+    hops = f" ({one.hops_ms[0]} to the worker, {one.hops_ms[1]} back)" if one.hops_ms is not None else ""
     ttft = f"{one.ttft_ms:.1f}" if one.ttft_ms is not None else "none"
-    print(f"  step ratio {one.step_ratio:.3f}   TTFT p50 {ttft}, added {one.ttft_added_ms}   output {one.output_tokens_per_s} tok/s")
+    print(f"  step ratio {one.step_ratio:.3f}   TTFT p50 {ttft}, added {one.ttft_added_ms}{hops}   output {one.output_tokens_per_s} tok/s")
     print("  CPU s / 1,000 tokens: " + "   ".join(f"{name} {seconds}" for name, seconds in one.cpu_s_per_1000_tokens.items()))
 
 

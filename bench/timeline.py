@@ -110,3 +110,17 @@ def added_to_first_token_ms(records: Sequence[RequestRecord], served: Sequence[M
             computed += max(0.0, overlap) / max(1, step.total_us) * other.total_us
         added.append((first - due - computed) / 1000)
     return round(percentile(sorted(added), 0.5), 2) if added else None
+
+
+def hops_ms(records: Sequence[RequestRecord], served: Sequence[Moment]) -> tuple[float, float] | None:
+    """Medians of two ways, in milliseconds: from when a request was due to the beginning of its first step, and from its first token's step
+    to the client. Of requests that found an idle worker; None where there are none."""
+    there, back = list[float](), list[float]()
+    for record in records:
+        due, first = record.due * 1e6, record.chunk_times[0] * 1e6 if record.chunk_times else 0.0
+        begun = next((step for step in served if step.began_us >= due), None)
+        if begun is None or not begun.waiting or begun.began_us > first:
+            continue
+        there.append((begun.began_us - due) / 1000)
+        back.append((first - max(end for step in served if (end := step.began_us + step.total_us) <= first)) / 1000)
+    return (round(statistics.median(there), 2), round(statistics.median(back), 2)) if there else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.stream import RequestRecord
-from bench.timeline import Line, added_to_first_token_ms, moments, period_ratio
+from bench.timeline import Line, added_to_first_token_ms, hops_ms, moments, period_ratio
 from services.worker.step_log import LoggedStep
 from tokenloom.worker.v1 import worker_pb2
 
@@ -49,3 +49,10 @@ def test_what_is_added_to_a_first_token_is_the_time_in_which_nothing_had_to_be_c
     records = [RequestRecord(due=-0.004, chunk_times=[0.053]), RequestRecord(due=0.150, chunk_times=[]), RequestRecord(due=0.0)]
     assert added_to_first_token_ms(records, run, run) == pytest.approx(57 - 50 - 1, abs=0.01)
     assert added_to_first_token_ms(records[1:], run, run) is None
+
+
+def test_the_ways_to_an_idle_worker_and_back_are_told_apart():
+    run = moments(RUN)
+    records = [RequestRecord(due=-0.004, chunk_times=[0.051]), RequestRecord(due=0.190, chunk_times=[0.256])]
+    assert hops_ms(records, run) == (pytest.approx(7), pytest.approx(3.5))
+    assert hops_ms([RequestRecord(due=0.060, chunk_times=[0.095])], run) is None, "it found the worker at work"
