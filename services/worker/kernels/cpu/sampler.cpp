@@ -2,6 +2,9 @@
 
 namespace tokenloom {
 
+// So few greedy rows take less time than waking the team.
+constexpr int32_t kFewRows = 4;
+
 Sampler::Sampler(const Variant &variant, Team &team) : variant_(variant), team_(team), rooms_(team.size()) {}
 
 Sampler::~Sampler() { team_.quiesce(); }
@@ -17,6 +20,10 @@ void Sampler::run(const Pick &pick) {
             room.counts.resize(kWeightClasses);
         }
         room_for_ = pick.vocabulary;
+    }
+    if (!draws && pick.rows <= kFewRows) {
+        for (int32_t row = 0; row < pick.rows; ++row) variant_.pick(pick, row, {});
+        return;
     }
     pick_ = pick;
     rooms_taken_.store(0, std::memory_order_relaxed);
