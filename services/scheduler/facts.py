@@ -84,7 +84,7 @@ def _token_budget(config: SchedulerConfig, facts: worker_pb2.WorkerFacts) -> int
     return budget if config.enable_chunked_prefill else max(budget, facts.max_model_len)
 
 
-# Once prompts take this part of a step's budget, no further one begins in it (decision 29).
+# Once prompts take this part of a step's budget, no further one begins in it (decision 34).
 _PROMPTS_SHARE = 0.4
 
 
