@@ -21,6 +21,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -151,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-prompts", type=int, default=0, help="requests of each workload (default: the workload's own)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(words[: words.index("--")] if "--" in words else words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the mesh ends too
     options: dict[str, Any] = {"model": args.model, "threads": args.threads, "kv_cache_memory_bytes": _KV_BYTES}
     lone, turns = LoneRunner(WorkerConfig.model_validate(options)), list[Turn]()
     with tempfile.TemporaryDirectory() as folder, served(args.model, args.port, Path(folder) / "steps", flags) as root:
