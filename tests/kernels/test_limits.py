@@ -13,7 +13,7 @@ from services.worker.ops.native import CpuLibrary
 
 
 def test_the_loop_on_registers_says_how_many_operations_it_did(ops: CpuOps):
-    lanes = {"avx512": 16, "avx2": 8, "generic": 4}[ops._library.variant]
+    lanes = {"avx512vnni": 16, "avx512": 16, "avx2": 8, "generic": 4}[ops._library.variant]
     rounds = ops._library.calls.tokenloom_multiply_add_rounds
     rounds.restype = ctypes.c_double
     assert rounds(ops._library.handle, ctypes.c_int64(1000)) == 2 * 1000 * 12 * lanes
