@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -193,3 +194,14 @@ async def test_the_command_line_chats_and_completes(mesh: Mesh) -> None:
     assert "Paris" in chat
     assert "tokens/s" not in chat
     assert "Paris" in completion
+
+
+async def test_a_mesh_in_integers_answers_and_says_so(tmp_path: Path) -> None:
+    mesh = Mesh.start(tmp_path, "--quantization=int8")
+    try:
+        async with mesh.client() as client:
+            answer = (await client.post("/v1/chat/completions", json=body(mesh))).json()
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert "/int8." in mesh.log.read_text()
+    finally:
+        assert mesh.stop() == 0

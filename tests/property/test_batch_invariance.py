@@ -24,7 +24,7 @@ from tests.unit.worker.helpers import load_engine
 LONGEST = 600  # three spans of attention, and a part of a stretch
 THREADS = (1, 2, 3)
 # What --quantization may say: each has kernels of its own.
-OPTIONS: tuple[dict[str, str], ...] = ({},)
+OPTIONS: tuple[dict[str, str], ...] = ({}, {"quantization": "int8"}, {"quantization": "int4"})
 
 drives = st.builds(
     Drive,
