@@ -39,7 +39,7 @@ SERVICE_SETTINGS: Mapping[str, frozenset[str]] = {
     "worker": _COMMON
     | {"listen", "model", "chat_template", "store", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens"}
     | {"max_logprobs", "quantization"}
-    | {"kv_cache_memory_bytes", "gpu_memory_utilization", "threads", "batch_invariant", "kernels", "advertise_address"}
+    | {"kv_cache_memory_bytes", "gpu_memory_utilization", "threads", "pin_threads", "batch_invariant", "kernels", "advertise_address"}
     | {"logits_processors", "record_steps"}
     | {"structured_outputs_config_backend"}
     | {"constraint_compilers", "constraint_queue", "constraint_timeout", "constraint_memory_bytes"},

@@ -74,6 +74,11 @@ class ExecutionSettings(Settings):
     threads: int | None = Field(
         None, ge=1, description="Threads of the forward pass. None: the CPUs this process may use (a container's quota counts)."
     )
+    pin_threads: bool = Field(
+        True,
+        description="Keep each thread of the forward pass to a CPU of its own, where they are as many as the CPUs this process may use; "
+        "beside other busy processes steps are then up to a tenth shorter.",
+    )
     batch_invariant: bool = Field(
         True,
         description="Compute each row with the same arithmetic whatever else is in the step, so that neighbours change no token. "

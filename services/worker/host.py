@@ -24,6 +24,15 @@ def usable_cpus(root: Path = Path("/")) -> int:
     return min([len(os.sched_getaffinity(0)), *(max(1, math.ceil(quota)) for quota in quotas if quota is not None)])
 
 
+def own_cores(threads: int) -> list[int]:
+    """A CPU for each of `threads` that are to share out all CPUs this process may run on; empty where they are fewer, or more.
+
+    Fewer go where there is room: to keep them to some CPUs would have two workers of a machine fight for the same.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    return cores if len(cores) == threads else []
+
+
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
     """Folders of this process's cgroups from its own to the root, and whether each is of version 2 (else version 1's of `controller`)."""
     try:

@@ -61,7 +61,8 @@ def choose_ops(config: WorkerConfig, heads: HeadShape, dtype: torch.dtype) -> tu
             raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels cannot be used: {error}") from error
         _log.error("the C++ kernels cannot be used: falling back to the slower reference", reason=str(error))
         return ReferenceOps(batch_invariant=config.batch_invariant), "reference"
-    team = Team(library, config.threads or host.usable_cpus())
+    threads = config.threads or host.usable_cpus()
+    team = Team(library, threads, host.own_cores(threads) if config.pin_threads else ())
     return CpuOps(library, team), f"cpu-{library.variant}-{build_id(path)}"
 
 

@@ -57,6 +57,7 @@ async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int
     def prepare() -> Steps:
         started = time.monotonic()
         engine = load(config)
+        engine.settle()
         metrics.loaded(time.monotonic() - started, engine.facts.num_blocks)
         constraints = load_constraints(config.structured_outputs_config_backend, config.model, engine.facts)
         return Steps(engine, metrics, emit, constraints)

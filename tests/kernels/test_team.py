@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import subprocess
 import sys
 import textwrap
@@ -70,6 +71,27 @@ def test_a_team_of_one_has_no_threads(best: CpuLibrary, alone: set[str]):
     running = Running(CpuOps(best, Team(best, 1)), SHAPES, KNOWN.num_blocks)
     assert torch.isfinite(running(KNOWN.step(STEP))).all()
     assert set(members()) <= alone
+
+
+def test_members_keep_to_the_cores_they_are_given_and_its_leader_only_once_it_says_so(best: CpuLibrary, alone: set[str]):
+    everywhere, core = os.sched_getaffinity(0), max(os.sched_getaffinity(0))
+    team = Team(best, 2, [core, core])
+    running = Running(CpuOps(best, team), SHAPES, KNOWN.num_blocks)
+    expected = Running(CpuOps(best, Team(best, 1)), SHAPES, KNOWN.num_blocks)(KNOWN.step(STEP))
+    (member,) = set(members()) - alone
+    until(lambda: os.sched_getaffinity(int(member)) == {core})
+    assert os.sched_getaffinity(0) == everywhere
+    seen = []
+
+    def lead() -> None:
+        team.settle()
+        seen.append((os.sched_getaffinity(0), torch.equal(running(KNOWN.step(STEP)), expected)))
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    leader.join(WAIT_SECONDS)
+    assert seen == [({core}, True)]
+    assert os.sched_getaffinity(0) == everywhere
 
 
 def test_teams_that_start_and_end_again_and_again_leave_nothing(best: CpuLibrary, alone: set[str]):

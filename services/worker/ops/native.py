@@ -89,13 +89,23 @@ class Team:
     They end with the object. At the end of the process they are left alone: they hold nothing that must be put in order.
     """
 
-    def __init__(self, library: CpuLibrary, size: int) -> None:
-        """Starts the threads. Raises TokenloomError(CANNOT_FIT) when the system gives no more of them."""
+    def __init__(self, library: CpuLibrary, size: int, cores: Sequence[int] = ()) -> None:
+        """Starts the threads. `cores`: CPU numbers, one a member, that they keep to; empty: they go where the system puts them.
+
+        Raises TokenloomError(CANNOT_FIT) when the system gives no more threads.
+        """
         self.size = size
-        self.handle = ctypes.c_void_p(library.calls.tokenloom_team_create(size))
+        self._calls, self._cores = library.calls, tuple(cores)
+        numbers = (ctypes.c_int32 * size)(*cores) if cores else None
+        self.handle = ctypes.c_void_p(library.calls.tokenloom_team_create(size, numbers))
         if not self.handle:
             raise TokenloomError(ErrorCode.CANNOT_FIT, f"the system gives no {size} threads: lower --threads")
         weakref.finalize(self, library.calls.tokenloom_team_destroy, self.handle).atexit = False
+
+    def settle(self) -> None:
+        """The calling thread will run the steps, as member 0: it keeps to that member's core, if members have cores of their own."""
+        if self._cores:
+            self._calls.tokenloom_settle(self._cores[0])
 
 
 class Program:
@@ -107,6 +117,7 @@ class Program:
         self._has_run, self._repeats = False, _ends_with_picked_tokens(recording.instructions)
         # What the instructions' addresses point at, and what must not end before the program does.
         self._owned = (library, team, tuple(recording.instructions))
+        self.team = team
         self._calls = library.calls
         self._max_tokens = max_tokens
         self._result = result

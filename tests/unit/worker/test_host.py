@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.host import machine_memory, usable_cpus
+from services.worker.host import machine_memory, own_cores, usable_cpus
 
 
 @pytest.fixture
@@ -59,3 +59,9 @@ def test_a_quota_of_the_first_version_of_cgroups_counts_too(tmp_path: Path):
     for quota, cpus in (("-1", 64), ("400000", 4)):
         (group / "cpu.cfs_quota_us").write_text(quota)
         assert usable_cpus(tmp_path) == cpus
+
+
+@pytest.mark.usefixtures("many_cpus")
+def test_threads_have_cpus_of_their_own_only_where_they_share_out_all():
+    assert own_cores(64) == list(range(64))
+    assert own_cores(63) == own_cores(65) == []

@@ -61,14 +61,17 @@ TOKENLOOM_API void tokenloom_read_through(const tokenloom::Variant *variant, con
     variant->read_through(from, count);
 }
 
-// A team of `size` threads, the caller's included; null where the system gives no more threads.
-TOKENLOOM_API tokenloom::Team *tokenloom_team_create(int size) {
+// A team of `size` threads, the caller's included, each on one of `cores` unless they are null; null where the system gives no more threads.
+TOKENLOOM_API tokenloom::Team *tokenloom_team_create(int size, const int32_t *cores) {
     try {
-        return new tokenloom::Team(size);
+        return new tokenloom::Team(size, cores);
     } catch (const std::exception &) {
         return nullptr;
     }
 }
+
+// The calling thread keeps to `core` from now on.
+TOKENLOOM_API void tokenloom_settle(int core) { tokenloom::settle(core); }
 
 TOKENLOOM_API void tokenloom_team_destroy(tokenloom::Team *team) { delete team; }
 

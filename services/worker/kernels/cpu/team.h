@@ -56,10 +56,15 @@ class Job {
     virtual void lead(uint32_t step) { work(step); }
 };
 
+// Keeps the calling thread to `core` and has it take turns of kTurn beside others that want the core. What the system refuses is left out:
+// the thread works without.
+void settle(int core);
+
 class Team {
   public:
-    // A team of `size` members, the caller included. Throws std::system_error when the threads cannot be had.
-    explicit Team(int size);
+    // A team of `size` members, the caller included. `cores`: the one that each settles on, member 0's first (which its thread takes by
+    // `settle`); null: they go where the system puts them. Throws std::system_error when the threads cannot be had.
+    Team(int size, const int32_t *cores);
     ~Team();
     Team(const Team &) = delete;
     Team &operator=(const Team &) = delete;
@@ -73,7 +78,7 @@ class Team {
     void quiesce();
 
   private:
-    void serve();
+    void serve(int core);
     void stop();
 
     std::mutex running_;
