@@ -77,7 +77,7 @@ class ExecutionSettings(Settings):
     pin_threads: bool = Field(
         True,
         description="Keep each thread of the forward pass to a CPU of its own, where they are as many as the CPUs this process may use; "
-        "beside other busy processes steps are then up to a tenth shorter.",
+        "beside other busy processes steps are then shorter.",
     )
     batch_invariant: bool = Field(
         True,
