@@ -112,11 +112,12 @@ class HelperPool:
         clock: Clock,
         observer: PoolObserver,
         long_after: float | None = None,
+        nice: int = 0,
     ) -> None:
         """`command` starts one process; `time_limit` is in seconds per question, `long_after` those after which one that was taken for
-        short counts as long (None: none does).
+        short counts as long (None: none does). `nice`: by how much the processes stand behind this one where both want a core.
         """
-        self._long_after = long_after
+        self._long_after, self._nice = long_after, nice
         self._command, self._size, self._max_waiting, self._time_limit = command, size, max_waiting, time_limit
         self._refusals, self._clock, self._observer = refusals, clock, observer
         self._short: deque[_Job] = deque()
@@ -132,7 +133,9 @@ class HelperPool:
 
     async def start(self) -> None:
         """Returns when every process has loaded. Raises TokenloomError(INTERNAL) when one cannot."""
-        starting = await asyncio.gather(*(HelperProcess.start(self._command) for _ in range(self._size)), return_exceptions=True)
+        starting = await asyncio.gather(
+            *(HelperProcess.start(self._command, nice=self._nice) for _ in range(self._size)), return_exceptions=True
+        )
         ready = [outcome for outcome in starting if isinstance(outcome, HelperProcess)]
         failed = [outcome for outcome in starting if isinstance(outcome, BaseException)]
         if failed:
@@ -236,7 +239,7 @@ class HelperPool:
         for attempt in itertools.count():
             await asyncio.sleep(BACK_OFF[min(attempt, len(BACK_OFF) - 1)])
             try:
-                return await HelperProcess.start(self._command)
+                return await HelperProcess.start(self._command, nice=self._nice)
             except HelperDied as error:
                 _log.error("a process does not start", what=self._refusals.what, attempt=attempt + 1, error=str(error))
         raise AssertionError("itertools.count ended")

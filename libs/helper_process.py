@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
 
@@ -26,8 +27,11 @@ class HelperProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, command: Sequence[str]) -> HelperProcess:
-        """Starts `command` and waits until it is ready. Raises HelperDied when it ends or is not ready within START_TIMEOUT."""
+    async def start(cls, command: Sequence[str], *, nice: int = 0) -> HelperProcess:
+        """Starts `command` and waits until it is ready. Raises HelperDied when it ends or is not ready within START_TIMEOUT.
+
+        `nice`: by how much it stands behind this process where both want a core.
+        """
         process = cls(
             await asyncio.create_subprocess_exec(
                 *command,
@@ -37,6 +41,7 @@ class HelperProcess:
             )
         )
         try:
+            process._stand_back(nice)
             async with asyncio.timeout(START_TIMEOUT):
                 kind, _ = await process._read_frame()
             if kind != READY:
@@ -85,6 +90,12 @@ class HelperProcess:
         self._process.stdin.close()
         await self._process.wait()
         await self._process.stdout.read()
+
+    def _stand_back(self, nice: int) -> None:
+        # From here and not by the process itself: loading its modules is a good part of what it computes before it is ready.
+        if nice:
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
 
     async def _read_frame(self) -> tuple[int, bytes]:
         assert self._process.stdout is not None

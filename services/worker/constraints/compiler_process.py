@@ -5,7 +5,6 @@ Questions are serialised common.v1.Constraint messages, answers what the backend
 
 from __future__ import annotations
 
-import os
 import sys
 
 from libs.constraints import Constraint, ConstraintKind
@@ -22,8 +21,6 @@ _WARM_UP = common_pb2.Constraint(json_object=True)
 
 # A choice is one lexeme without repetitions: up to so many characters its masks have nothing to show on a walk.
 _PLAIN_CHOICE = 20_000
-# Behind the runner, which a step's latency hangs on, when both want the core.
-_NICE = 10
 
 
 def compile_one(backend: Backend, payload: bytes) -> bytes:
@@ -48,7 +45,6 @@ def _compile(backend: Backend, constraint: Constraint) -> bytes:
 
 def main() -> int:
     """Serves questions until stdin closes."""
-    os.nice(_NICE)
 
     def load() -> Answerer:
         backend = load_backend(sys.argv[2], ModelDirectory(sys.argv[1]))

@@ -30,6 +30,8 @@ MAX_CACHED_REFUSALS = 256
 # What is likely to take its time and lets others pass: from so many bytes on (ordinary schemas have one or two thousand), or after so many
 # seconds (ordinary ones take 8 ms with llguidance, 120 with xgrammar).
 LONG_BYTES, LONG_SECONDS = 16 * 1024, 0.3
+# The compiler stands behind the runner, which a step's latency hangs on, when both want the core.
+_NICE = 10
 # Constraints that one scheduler may have prepared and not forgotten.
 MAX_PREPARED = 16_384
 
@@ -67,6 +69,7 @@ def compiler(model: Path, backend: str, limits: CompilerLimits, observer: PoolOb
         clock=SystemClock(),
         observer=observer,
         long_after=LONG_SECONDS,
+        nice=_NICE,
     )
 
 

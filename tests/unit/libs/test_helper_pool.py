@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ def answer(payload):
                 time.sleep(0.01)
         case b"die":
             os._exit(3)
+        case b"nice":
+            return str(os.nice(0)).encode()
         case b"grow":
             try:
                 return bytes(1 << 30)[:0]
@@ -68,7 +71,9 @@ class Observer:
         self.reasons.append(reason)
 
 
-def pool_of(observer: Observer, *, time_limit: float = WAIT, max_waiting: int = 8, size: int = 1, script: str = HELPER) -> HelperPool:
+def pool_of(
+    observer: Observer, *, time_limit: float = WAIT, max_waiting: int = 8, size: int = 1, script: str = HELPER, nice: int = 0
+) -> HelperPool:
     return HelperPool(
         [sys.executable, "-c", script],
         size=size,
@@ -78,6 +83,7 @@ def pool_of(observer: Observer, *, time_limit: float = WAIT, max_waiting: int = 
         clock=SystemClock(),
         observer=observer,
         long_after=0.2,
+        nice=nice,
     )
 
 
@@ -107,6 +113,16 @@ async def test_answers_refusals_and_limits_of_memory_leave_the_process_as_it_is(
     assert (await refusal(pool, b"grow")).message == "too much memory"
     assert (await pool.ask(b"again")).worked_us > 0
     assert (pool.pids, observer.reasons, observer.working) == (pids, [], 0)
+
+
+async def test_processes_and_those_that_replace_them_stand_behind_their_owner(observer: Observer):
+    pool = pool_of(observer, nice=3)
+    await pool.start()
+    behind = str(os.nice(0) + 3).encode()
+    assert (await pool.ask(b"nice")).payload == behind
+    await refusal(pool, b"die")
+    assert (await pool.ask(b"nice")).payload == behind
+    await pool.close()
 
 
 async def test_a_question_on_which_two_processes_die_is_refused_and_the_next_is_answered(pool: HelperPool, observer: Observer):
