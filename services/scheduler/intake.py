@@ -96,6 +96,7 @@ class Intake:
             session.outbox.forget(submit.id)
         request, stop = self._read(session, submit, rules, state.next_arrival(), now)
         effects = state.accept(request)
+        self._kick()  # ahead of the frame that acknowledges it, which nobody's first token waits for
         self._clients.accepted(request, session, RequestTrace(parent, submit.label) if parent else None)
         tokens = count_ids(submit.prompt_ids)
         log.debug("request accepted", request=str(key), x_request_id=submit.label, prompt_tokens=tokens, **_trace_of(parent))
@@ -106,7 +107,6 @@ class Intake:
             self._clients.publish(effects)
         else:
             self._begin_to_wait(state, request, now)
-        self._kick()
 
     def _begin_to_wait(self, state: SchedulerState, request: Request, now: int) -> None:
         if not state.groups and request.wait_reason is WaitReason.NEW:

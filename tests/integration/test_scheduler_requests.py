@@ -10,10 +10,14 @@ import pytest
 from libs.errors import ErrorCode
 from libs.sampling import SamplingParams
 from libs.telemetry.tracing import TraceParent
+from services.scheduler.sessions import Outbox
+from services.scheduler.workers import WorkerLink
 from tests.support.core import RULES
 from tests.support.model_worker import expected_output
 from tests.support.scheduler_mesh import SchedulerMesh, params
 from tokenloom.common.v1 import common_pb2
+from tokenloom.scheduler.v1 import scheduler_pb2
+from tokenloom.worker.v1 import worker_pb2
 
 
 @pytest.fixture
@@ -33,6 +37,30 @@ async def test_one_request_from_submit_to_ending(mesh: SchedulerMesh):
     assert (got.ending.reason, got.ending.prompt_tokens, got.ending.completion_tokens) == (common_pb2.FINISH_REASON_LENGTH, 19, 20)
     assert got.ending.was_accepted
     assert got.ending.timings.steps == 20
+
+
+async def test_an_idle_worker_has_its_batch_ahead_of_the_frame_that_acknowledges_the_request(
+    mesh: SchedulerMesh, monkeypatch: pytest.MonkeyPatch
+):
+    await mesh.worker()
+    session = await (await mesh.session()).ready()
+    order: list[str] = []
+    send, take = WorkerLink.send, Outbox.take
+
+    def sent(link: WorkerLink, batch: worker_pb2.StepBatch) -> None:
+        order.append("batch")
+        send(link, batch)
+
+    def taken(outbox: Outbox, number: int, window: scheduler_pb2.Window) -> scheduler_pb2.SchedulerFrame:
+        if outbox.accepted:
+            order.append("acknowledgement")
+        return take(outbox, number, window)
+
+    monkeypatch.setattr(WorkerLink, "send", sent)
+    monkeypatch.setattr(Outbox, "take", taken)
+    await session.submit(1, [1, 2, 3], params())
+    assert len((await session.ended(1)).tokens) == 20
+    assert order.index("batch") < order.index("acknowledgement")
 
 
 async def test_thirty_two_at_once_each_get_their_own_tokens(mesh: SchedulerMesh):
