@@ -21,6 +21,7 @@ from services.worker.ops.native import CpuLibrary, Program, Sampler, Team
 from services.worker.ops.packing import Panels, pack
 from services.worker.ops.quantized import QuantizedWeight, Weight
 from services.worker.ops.recording import Instruction, Kind, Recording, Rows, Value
+from services.worker.ops.weight_memory import WeightMemory
 from services.worker.sampling.picking import Picker
 
 MAX_HEAD_DIM = 256
@@ -46,14 +47,15 @@ class CpuOps:
     def __init__(self, library: CpuLibrary, team: Team) -> None:
         self._library = library
         self._team = team
+        self._memory = WeightMemory()
         self._recording: Recording | None = None
         self._inputs: StepInputs | None = None
 
     def pack_linear(self, weight: Weight, bias: torch.Tensor | None, *, gated: bool = False) -> PackedLinear:
         """See Ops."""
         if isinstance(weight, QuantizedWeight):
-            return pack_integers(weight, bias, gated=gated)
-        return pack(weight, bias, gated=gated)
+            return pack_integers(weight, bias, self._memory, gated=gated)
+        return pack(weight, bias, self._memory, gated=gated)
 
     def bind(self, forward: Forward, cache: Sequence[LayerCache], max_tokens: int) -> Step:
         """See Ops: records `forward` and builds the program."""

@@ -11,6 +11,7 @@ from torch.nn import functional
 from libs.errors import ErrorCode, TokenloomError
 from services.worker.ops.packing import PANEL, paired
 from services.worker.ops.quantized import GROUP, QuantizedWeight
+from services.worker.ops.weight_memory import WeightMemory
 
 # Floats that 32 activations take once they are integers: kernels.h's kQuantizedGroup.
 QUANTIZED_GROUP = GROUP // 4 + 3
@@ -45,10 +46,10 @@ class IntegerPanels:
         return -(-self.inputs // GROUP) * QUANTIZED_GROUP
 
 
-def pack_integers(weight: QuantizedWeight, bias: torch.Tensor | None, *, gated: bool = False) -> IntegerPanels:
-    """Copies a weight into panels. Scales and minimums of groups are rounded to 16 bits, which GGUF's have anyway.
+def pack_integers(weight: QuantizedWeight, bias: torch.Tensor | None, memory: WeightMemory, *, gated: bool = False) -> IntegerPanels:
+    """Copies a weight into panels in `memory`. Scales and minimums of groups are rounded to 16 bits, which GGUF's have anyway.
 
-    Raises TokenloomError(UNSUPPORTED) for what the kernels have no layout of, and for scales beyond 16 bits.
+    Raises TokenloomError(UNSUPPORTED) for what the kernels have no layout of, and for scales beyond 16 bits; MemoryError.
     """
     outputs, inputs = weight.shape
     chosen = _format(weight)
@@ -65,7 +66,7 @@ def pack_integers(weight: QuantizedWeight, bias: torch.Tensor | None, *, gated: 
         if chosen is Format.GROUP4:
             parts.append(_halves(torch.zeros_like(scales) if weight.minimums is None else filled(weight.minimums)))
         panels = torch.cat(parts, dim=2).flatten(1)
-    return IntegerPanels(chosen, panels.contiguous(), None if bias is None else filled(bias), outputs // (1 + gated), inputs, gated)
+    return IntegerPanels(chosen, memory.copy(panels), None if bias is None else filled(bias), outputs // (1 + gated), inputs, gated)
 
 
 def _format(weight: QuantizedWeight) -> Format:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from libs.errors import ErrorCode, TokenloomError
+from services.worker.ops.weight_memory import WeightMemory
 
 PANEL = 32
 
@@ -39,8 +40,11 @@ def paired(tensor: torch.Tensor) -> torch.Tensor:
     return filled.view(2, panels, PANEL // 2, *rest).transpose(0, 1).reshape(panels * PANEL, *rest)
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> Panels:
-    """Copies a float32 weight [out, in] into panels; outputs beyond the last are zero. Raises TokenloomError(UNSUPPORTED)."""
+def pack(weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory, *, gated: bool = False) -> Panels:
+    """Copies a float32 weight [out, in] into panels in `memory`; outputs beyond the last are zero.
+
+    Raises TokenloomError(UNSUPPORTED) and MemoryError.
+    """
     if weight.dtype is not torch.float32 or (bias is not None and bias.dtype is not torch.float32):
         raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels take weights of float32, not {weight.dtype}")
     outputs, inputs = weight.shape
@@ -50,5 +54,5 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False
     if missing:
         weight = torch.nn.functional.pad(weight, (0, 0, 0, missing))
         bias = None if bias is None else torch.nn.functional.pad(bias, (0, missing))
-    panels = weight.view(-1, PANEL, inputs).transpose(1, 2).contiguous()
+    panels = memory.copy(weight.view(-1, PANEL, inputs).transpose(1, 2))
     return Panels(panels, None if bias is None else bias.contiguous(), outputs, inputs, gated)
