@@ -33,7 +33,9 @@ class ModelSettings(Settings):
 
     model: Path = Field(description="Model directory: config.json, tokenizer files and weights (*.safetensors or one *.gguf).")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="Type of weights, activations and KV cache. auto: float32 on CPUs, where the 16-bit types are slower."
+        "auto",
+        description="Type of weights, activations and KV cache. auto: float32, the C++ kernels' type. The 16-bit types halve the memory "
+        "and run in the reference executor, several times slower; bfloat16 only on CPUs with instructions for it.",
     )
     quantization: Annotated[Literal["int8", "int4"] | None, BeforeValidator(_known_quantization)] = Field(
         None,

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
+
 
 def machine_memory(root: Path = Path("/")) -> int:
     """Bytes this process may use: the machine's memory or the tightest cgroup limit above it, whichever is less."""
@@ -31,6 +33,16 @@ def own_cores(threads: int) -> list[int]:
     """
     cores = sorted(os.sched_getaffinity(0))
     return cores if len(cores) == threads else []
+
+
+def multiplies_bfloat16(root: Path = Path("/")) -> bool:
+    """Whether the CPUs have instructions for products of bfloat16: AVX-512's, AMX's or ARM's, as Linux names them."""
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return False
+    flags = {flag for line in lines if line.lower().startswith(("flags", "features")) for flag in line.partition(":")[2].split()}
+    return not flags.isdisjoint(_BFLOAT16_FLAGS)
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:

@@ -20,10 +20,16 @@ _DTYPES = {"auto": torch.float32, "float32": torch.float32, "float16": torch.flo
 
 
 def choose_dtype(name: str) -> torch.dtype:
-    """The dtype of a --dtype. On CPUs the 16-bit types halve the memory and cost speed; the log says so."""
+    """The dtype of a --dtype. On CPUs the 16-bit types halve the memory and cost speed; the log says so.
+
+    Raises TokenloomError(UNSUPPORTED) for bfloat16 on CPUs without instructions for it.
+    """
     dtype = _DTYPES[name]
+    if dtype is torch.bfloat16 and not host.multiplies_bfloat16():
+        text = "--dtype bfloat16: these CPUs have no instructions for it (AVX512_BF16, AMX or ARM's BF16); leave --dtype at auto"
+        raise TokenloomError(ErrorCode.UNSUPPORTED, f"{text}, which is float32, or take --quantization int8 for less memory")
     if dtype is not torch.float32:
-        _log.warning("16-bit types are several times slower than float32 on CPUs without native support", dtype=name)
+        _log.warning("16-bit types run in the reference executor, several times slower than float32 in the C++ kernels", dtype=name)
     return dtype
 
 

@@ -108,7 +108,7 @@ class Ops(Protocol):
     def linear(self, x: Value, packed: PackedLinear, residual: Value | None = None) -> Value:
         """x [T, in] times the packed weight, plus its bias: [T, out]; of a gated weight silu(gate) * up, [T, I] (Shazeer 2020).
 
-        residual: added to that at last.
+        residual: added to that at last; not to a gated one's.
         """
         ...
 

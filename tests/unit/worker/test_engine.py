@@ -15,7 +15,7 @@ from bench.perplexity import score
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.directory import ModelDirectory
 from libs.models.llama_config import LlamaConfig
-from services.worker import numerics
+from services.worker import host, numerics
 from services.worker.engine import weight_bytes
 from services.worker.facts import tokenizer_size
 from services.worker.kernels.cpu.build import BuildError
@@ -97,8 +97,26 @@ def test_weights_that_cannot_be_integers_are_named(copy: Path):
     assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_the_kernels_integers_follow_the_floats_that_they_stand_for(tiny_llama_dir: Path, form: str):
+    """Only the activations' rounding lies between them; one thread gives the bits of a team, and the same identity."""
+    tokens = list(range(3, 120))
+    alone = load_engine(tiny_llama_dir, kernels="cpu", quantization=form, threads=1)
+    team = load_engine(tiny_llama_dir, kernels="cpu", quantization=form, threads=2)
+    reference = load_engine(tiny_llama_dir, kernels="reference", quantization=form)
+    ours, shared, theirs = (score(engine, tokens, 40, 20) for engine in (alone, team, reference))
+    assert ours == shared
+    off = np.abs(np.subtract(ours.logprobs, theirs.logprobs)).mean()
+    assert 0 < off < 0.2
+    names = [engine.facts.fingerprints.numerics for engine in (alone, team, reference)]
+    assert names[0] == names[1] != names[2]
+    assert names[0].startswith("cpu-")
+    assert names[0].endswith(f"/float32/{form}.{REVISION}/tp1")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_16_bit_types_run_on_the_reference(tiny_llama_dir: Path, dtype: str):
+def test_the_16_bit_types_run_on_the_reference(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch, dtype: str):
+    monkeypatch.setattr(host, "multiplies_bfloat16", lambda: True)
     engine = load_engine(tiny_llama_dir, dtype=dtype)
     assert engine.facts.kv_dtype == dtype
     assert f"/{dtype}/" in engine.facts.fingerprints.numerics
@@ -106,6 +124,13 @@ def test_the_16_bit_types_run_on_the_reference(tiny_llama_dir: Path, dtype: str)
     close = load_engine(tiny_llama_dir)
     ours, theirs = (Driver(item).generate({0: prompt}, 1)[0] for item in (engine, close))
     assert ours == theirs
+
+
+def test_bfloat16_without_instructions_for_it_is_refused(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "multiplies_bfloat16", lambda: False)
+    with pytest.raises(TokenloomError, match=r"no instructions for it.*--quantization int8") as caught:
+        load_engine(tiny_llama_dir, dtype="bfloat16")
+    assert caught.value.code is ErrorCode.UNSUPPORTED
 
 
 def test_kernels_that_are_insisted_on_are_not_replaced(tiny_llama_dir: Path):

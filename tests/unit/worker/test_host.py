@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.host import machine_memory, own_cores, usable_cpus
+from services.worker.host import machine_memory, multiplies_bfloat16, own_cores, usable_cpus
 
 
 @pytest.fixture
@@ -65,3 +65,19 @@ def test_a_quota_of_the_first_version_of_cgroups_counts_too(tmp_path: Path):
 def test_threads_have_cpus_of_their_own_only_where_they_share_out_all():
     assert own_cores(64) == list(range(64))
     assert own_cores(63) == own_cores(65) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "has"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 sha_ni", True),
+        ("Features\t: fp asimd i8mm bf16", True),
+        ("flags\t\t: fpu avx2 avx512f", False),
+        ("model name\t: bf16", False),
+    ],
+)
+def test_instructions_for_bfloat16_are_known_by_the_names_that_linux_gives_them(tmp_path: Path, line: str, has: bool):
+    (tmp_path / "proc").mkdir()
+    assert not multiplies_bfloat16(tmp_path)
+    (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    assert multiplies_bfloat16(tmp_path) is has

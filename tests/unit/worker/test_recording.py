@@ -116,6 +116,10 @@ REFUSED: dict[str, tuple[Callable[[CpuOps, StepInputs, LayerCache, Value], objec
         ),
         r"all tokens with sampled ones",
     ),
+    "a sum with a gated product": (
+        lambda ops, inputs, cache, x: ops.linear(x, ops.pack_linear(torch.zeros(128, 64), None, gated=True), residual=x),
+        r"a gated product that is added to something",
+    ),
 }
 
 

@@ -1,7 +1,7 @@
 // What a product's sums become once they are complete, for products of any kind of weight.
 //
 // A product hands over a row's sums by pairs of registers: columns of a panel's first half and those that lie half a panel further on. So a
-// gate meets what it gates in registers, whatever the width of a register and the shape of a tile.
+// gate meets what it gates in registers, whatever the width of a register and the shape of a tile. No gated product has a residual.
 #pragma once
 
 #include "lanes.h"
