@@ -1,7 +1,7 @@
 """What a decode step costs beside the model: work done in Python, calls and memory, counted, so that no clock and no neighbour matters.
 
-A cost has a part for the step and a part for each of its rows, from steps of few and of many. Bounds stand a third above what was counted;
-who meets one has added work to every step. Lower them when something has become cheaper.
+A cost has a part for the step and a part for each of its rows, from steps of few and of many. Bounds of a row are what was counted and
+little more, so that a loop over the rows fails; the others stand a third above. Lower them when something has become cheaper.
 """
 
 from __future__ import annotations
@@ -45,13 +45,16 @@ class Cost:
 
 
 # Bytecode instructions of this project's Python; calls that it makes, native ones included.
-INSTRUCTIONS = {"greedy": Cost(3000, 660), "sampled": Cost(4500, 660)}
-CALLS = {"greedy": Cost(260, 20), "sampled": Cost(340, 20)}
-CORE_INSTRUCTIONS, CORE_CALLS = Cost(1800, 950), Cost(130, 54)
-# torch's operations, and bytes of the tensors that they make. To sample takes some copies of a row's logits, 1,088 bytes here; the smallest
+# Counted on Python 3.11; another version's compiler may need more of them.
+COUNTED = sys.version_info[:2] == (3, 11)
+ROW_INSTRUCTIONS, CORE_ROW_INSTRUCTIONS = (474, 730) if COUNTED else (630, 950)
+INSTRUCTIONS = {"greedy": Cost(3400, ROW_INSTRUCTIONS), "sampled": Cost(4300, ROW_INSTRUCTIONS)}
+CALLS = {"greedy": Cost(275, 15.5), "sampled": Cost(280, 15.5)}
+CORE_INSTRUCTIONS, CORE_CALLS = Cost(1750, CORE_ROW_INSTRUCTIONS), Cost(125, 41)
+# torch's operations, and bytes of the tensors that they make. A copy of a row's logits has 1,064 bytes here; the smallest
 # product's weight has 8,192.
-OPERATIONS = {"greedy": Cost(34, 0), "sampled": Cost(120, 0)}
-TENSOR_BYTES = {"greedy": Cost(4096, 32), "sampled": Cost(4096, 32000)}
+OPERATIONS = {"greedy": Cost(12, 0), "sampled": Cost(12, 0)}
+TENSOR_BYTES = {"greedy": Cost(1024, 32), "sampled": Cost(1024, 32)}
 # Python's and numpy's memory: most that a step holds at once, and what four steps may leave for later ones (caches grow a little).
 HELD_BYTES = {"greedy": Cost(7500, 460), "sampled": Cost(11500, 460)}
 LEFT_BYTES = 4096
