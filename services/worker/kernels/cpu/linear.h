@@ -31,7 +31,7 @@ constexpr int tile_column(int first, int j) { return j < kTilePairs ? first + j 
 
 // From how many rows on a panel is computed for long enough that another can be read from memory meanwhile; for fewer, how far ahead a panel is
 // asked for, in floats.
-constexpr int kRowsToReadAhead = 4, kReadAhead = 16 * kPanel;
+constexpr int kRowsToReadAhead = 9, kReadAhead = 32 * kPanel;
 
 // Which part of a panel a tile asks for while it computes: from `at` on, `step` floats for each of its inputs.
 struct Ahead {
