@@ -44,6 +44,8 @@ from services.worker.step_log import read_steps
 
 _KV_BYTES = 1 << 30
 _READY_SECONDS = 120
+# After a mesh is ready, encoders and compilers of constraints go on loading: steps meanwhile took a fifth longer.
+_SETTLE_SECONDS = 3
 
 
 @contextmanager
@@ -54,6 +56,7 @@ def served(model: Path, port: int, record: Path, flags: Sequence[str]) -> Iterat
     process = subprocess.Popen([*command, "--kv-cache-memory-bytes", str(_KV_BYTES), *flags], stdout=log, stderr=log)
     try:
         _wait_ready(process, port, Path(log.name))
+        time.sleep(_SETTLE_SECONDS)
         yield psutil.Process(process.pid)
     finally:
         process.terminate()
