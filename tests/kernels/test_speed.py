@@ -50,7 +50,7 @@ class Case:
 CASES = {
     "decode 1": Case(1, 1, 0.8, 1.35),
     "decode 8": Case(8, 1, 0.65, 1.2),
-    "decode 32": Case(32, 1, 0.9, 1.6),
+    "decode 32": Case(32, 1, 0.9, 1.4),
     "prefill": Case(1, PREFILL, 0.9, 1.6),
     "decode 1, int8": Case(1, 1, 1.7, 3.0, "int8"),
 }
