@@ -2,12 +2,15 @@
 
     python -m bench.peers.ceilings
 
-The floor of a decode step is the weights' bytes over the bandwidth; prefill meets the product. The best of many tries counts: company only
-ever makes them slower, on this machine or on others that share its memory. The median tells how steady it was.
+The floor of a decode step is the weights' bytes over the bandwidth; prefill meets the product. Memory is read as a step reads it: by the
+kernels' own loop (bench/limits.py's), from memory of the kind in which packed weights lie, by one thread on each core. Threads that are
+free to move may meet on one core, and pages of 4 KiB read slower than a step does, which has pages of 2 MiB.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import json
 import os
 import statistics
@@ -15,34 +18,65 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Barrier
 
-import numpy as np
 import torch
 
-_READ_BYTES, _SIDE, _SECONDS = 512 << 20, 2048, 1.5
+from services.worker.kernels.cpu.build import ensure_library
+from services.worker.ops.native import CpuLibrary
+from services.worker.ops.weight_memory import WeightMemory
+
+_READ_FLOATS, _SIDE, _SECONDS = 1 << 26, 2048, 2.0
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Gigabytes (10^9) read a second, and 10^9 floating-point operations a second of a product of two 2048 x 2048 matrices."""
+    """Gigabytes (10^9) read a second, and 10^9 floating-point operations a second of a product of two 2048 x 2048 matrices.
+
+    `variant` is the kernels' instruction set, `huge_pages` what the system says of transparent huge pages.
+    """
 
     read_gb_s: float
     read_median_gb_s: float
     gemm_gflop_s: float
+    variant: str
+    huge_pages: str
 
 
 def measure() -> Ceilings:
-    """Measures both, in about four seconds."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(cores)
-    parts = np.array_split(np.ones(_READ_BYTES // 8), cores)
-    with ThreadPoolExecutor(cores) as threads:
-        # A maximum needs one comparison a lane, so that memory alone sets the pace; numpy gives up the interpreter's lock for it.
-        read = _tries(lambda: list(threads.map(np.max, parts)))
+    """Measures both, in about five seconds."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    library = CpuLibrary(ensure_library())
+    gb_s = _read(library, cores)
+    torch.set_num_threads(len(cores))
     left, right = torch.ones(_SIDE, _SIDE), torch.ones(_SIDE, _SIDE)
     product = _tries(lambda: torch.mm(left, right))
-    gb_s = [_READ_BYTES / seconds / 1e9 for seconds in read]
-    return Ceilings(max(gb_s), statistics.median(gb_s), 2 * _SIDE**3 / min(product) / 1e9)
+    huge_pages = _HUGE_PAGES.read_text().strip() if _HUGE_PAGES.is_file() else "unknown"
+    return Ceilings(max(gb_s), statistics.median(gb_s), 2 * _SIDE**3 / min(product) / 1e9, library.variant, huge_pages)
+
+
+def _read(library: CpuLibrary, cores: list[int]) -> list[float]:
+    """Gigabytes a second of each time that all cores together read the memory through."""
+    floats, share = WeightMemory().copy(torch.ones(_READ_FLOATS)), _READ_FLOATS // len(cores)
+    places, together = itertools.count(), Barrier(len(cores))
+
+    def settle() -> None:
+        place = next(places)
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {cores[place]})
+
+    def read(member: int) -> None:
+        # None takes a second share before each has one, so that every core reads.
+        together.wait()
+        at = ctypes.c_void_p(floats.data_ptr() + member * share * floats.element_size())
+        library.calls.tokenloom_read_through(library.handle, at, ctypes.c_int64(share))
+
+    with ThreadPoolExecutor(len(cores), initializer=settle) as threads:
+        list(threads.map(read, range(len(cores))))
+        times = _tries(lambda: list(threads.map(read, range(len(cores)))))
+    return [share * len(cores) * floats.element_size() / seconds / 1e9 for seconds in times]
 
 
 def _tries(work: Callable[[], object]) -> list[float]:

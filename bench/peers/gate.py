@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from bench.peers.environments import InstallError, stamp
 from bench.peers.places import environment
 from libs.models.cache import ensure_entry
 
@@ -55,16 +56,20 @@ _QUESTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far a server's tokens are the reference's: prompts with all tokens equal, of `prompts`; `first` differing token of the others."""
+    """How far a server's tokens are the reference's: prompts with all tokens equal, of `prompts`; `first` differing token of the others.
+
+    `texts` answers came as text alone, which proves less than ids do.
+    """
 
     equal: int
     prompts: int
     first: dict[str, int]
+    texts: int
 
     @property
     def passed(self) -> bool:
-        """Whether every token is the reference's."""
-        return self.equal == self.prompts
+        """Whether every token is the reference's, by its id."""
+        return self.equal == self.prompts and not self.texts
 
 
 def prompts(directory: Path) -> list[list[int]]:
@@ -75,9 +80,13 @@ def prompts(directory: Path) -> list[list[int]]:
 
 
 def reference(directory: Path, weights: str) -> list[list[int]]:
-    """What transformers says, computed once per checksum of the weights and set of prompts, and kept beside them."""
+    """What transformers says, computed once per checksum of the weights, set of prompts and versions, and kept beside them.
+
+    Raises InstallError when transformers fails.
+    """
     asked = prompts(directory)
-    identity = hashlib.sha256(json.dumps([weights, asked, TOKENS, Path(__file__).with_name("reference.py").read_text()]).encode())
+    script = Path(__file__).with_name("reference.py").read_text()
+    identity = hashlib.sha256(json.dumps([weights, asked, TOKENS, script, stamp("transformers")]).encode())
     entry = directory.parent.parent / f"reference-{identity.hexdigest()[:16]}"
     ensure_entry(entry, lambda staging: _compute(directory, asked, staging / _FILE))
     content: list[list[int]] = json.loads((entry / _FILE).read_text())["continuations"]
@@ -90,7 +99,9 @@ def _compute(directory: Path, asked: list[list[int]], target: Path) -> None:
         json.dump(asked, file)
         file.flush()
         python = environment("transformers") / "bin" / "python"
-        subprocess.run([python, script, directory, file.name, str(TOKENS)], check=True, stdout=output)
+        done = subprocess.run([python, script, directory, file.name, str(TOKENS)], stdout=output, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise InstallError(f"transformers did not compute the gate's reference: {done.stderr[-2000:]}")
 
 
 def ask(url: str, model: str, asked: Sequence[Sequence[int]]) -> list[list[int] | str]:
@@ -120,7 +131,7 @@ def agreement(given: Sequence[list[int] | str], expected: Sequence[list[int]], t
         if list(answer) != list(wanted):
             pairs = enumerate(zip(answer, wanted, strict=False))
             first[str(index)] = next((at for at, (a, b) in pairs if a != b), min(len(answer), len(wanted)))
-    return Agreement(len(expected) - len(first), len(expected), first)
+    return Agreement(len(expected) - len(first), len(expected), first, sum(isinstance(answer, str) for answer in given))
 
 
 def _bare(text: str) -> str:

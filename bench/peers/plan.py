@@ -48,11 +48,17 @@ def folder(out: Path, round_number: int, server: str) -> Path:
     return out / f"round-{round_number}" / server
 
 
+def perplexity_file(out: Path, server: str) -> Path:
+    """Where what a server's quantisation costs in quality lies."""
+    return out / f"perplexity-{server}.json"
+
+
 def order(servers: Sequence[Server], round_number: int) -> list[Server]:
-    """The servers of a round (1, 2, ...), rotated by one each time, so that none is always first or always behind the same one."""
+    """The servers of a round (1, 2, ...): every second round backwards, then rotated by one, so that none is always behind the same one."""
     present = [server for server in servers if server.rounds is None or round_number <= server.rounds]
-    turn = (round_number - 1) % len(present) if present else 0
-    return present[turn:] + present[:turn]
+    turn = (round_number - 1) // 2 % len(present) if present else 0
+    turned = present[turn:] + present[:turn]
+    return turned if round_number % 2 else turned[::-1]
 
 
 def loads(server: Server, round_number: int, workloads: Sequence[str] | None) -> list[Load]:
@@ -61,11 +67,15 @@ def loads(server: Server, round_number: int, workloads: Sequence[str] | None) ->
     return [load for load in wanted if workloads is None or load.workload in workloads]
 
 
-def missing(server: Server, round_number: int, workloads: Sequence[str] | None, out: Path) -> list[Load]:
-    """The loads that have no result yet, or a failure; all of them where nothing but what is known of the server itself is missing."""
+def missing(server: Server, round_number: int, workloads: Sequence[str] | None, out: Path, *, gated: bool) -> list[Load]:
+    """The loads that have no result yet, or a failure; all of them where nothing but what is known of the server itself is missing.
+
+    `gated`: the answer to the accuracy gate belongs to what must be known of a server that can be asked.
+    """
     wanted = loads(server, round_number, workloads)
     rest = [load for load in wanted if good(load.file(out)) is None]
-    known = good(folder(out, round_number, server.name) / "server.json") is not None
+    facts = good(folder(out, round_number, server.name) / "server.json")
+    known = facts is not None and (not gated or server.exact is None or "equal" in facts.get("gate", {}))
     return rest if rest or known else wanted
 
 
@@ -78,6 +88,12 @@ def good(file: Path) -> dict[str, Any] | None:
 def disturbed(result: dict[str, Any]) -> bool:
     """Whether others used more of the machine than a comparison allows."""
     return bool(result["cpu"]["others_cores"] > MACHINE_SHARE * result["machine"]["cores"])
+
+
+def stolen(result: dict[str, Any]) -> float:
+    """The cores that the machine's host gave to somebody else meanwhile, where that is more than a comparison allows; else 0."""
+    cores = float(result["cpu"]["steal_s"] / result["cpu"]["wall_s"])
+    return cores if cores > MACHINE_SHARE * result["machine"]["cores"] else 0.0
 
 
 def read(file: Path) -> dict[str, Any] | None:

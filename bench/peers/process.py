@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,6 +16,9 @@ from types import TracebackType
 
 import psutil
 
+# What somebody set for other programs would change a server: its settings are bench/peers/servers.py's alone. The cache stays where it is.
+_FOREIGN = ("TOKENLOOM_", "OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "GGML_", "LLAMA_")
+_KEPT = ("TOKENLOOM_CACHE",)
 _POLL_S = 0.05
 _END_S = 20.0
 
@@ -41,7 +43,7 @@ class ServerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         self._started = time.perf_counter()
-        everything = os.environ | dict(variables)
+        everything = inherited() | dict(variables)
         try:
             with log.open("wb") as output:
                 self._popen = subprocess.Popen(
@@ -56,6 +58,11 @@ class ServerProcess:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.end()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._started
 
     @property
     def pid(self) -> int:
@@ -82,13 +89,17 @@ class ServerProcess:
         return Memory(rss / 1e6, pss / 1e6, count)
 
     def end(self) -> None:
-        """Ends all processes, gently for some seconds, and waits until they are gone."""
+        """Ends all processes, gently for some seconds, and waits until they are gone. A Ctrl-C meanwhile leaves none behind either."""
         members = self._tree() | self._seen
-        with suppress(ProcessLookupError):
-            self._popen.send_signal(signal.SIGINT if self._popen.poll() is None else 0)
-        for process in _still_alive(members, self._popen):
-            with suppress(psutil.Error):
-                process.kill()
+        try:
+            with suppress(ProcessLookupError):
+                self._popen.send_signal(signal.SIGINT if self._popen.poll() is None else 0)
+            _still_alive(members, self._popen)
+        finally:
+            for process in members:
+                if _alive(process):
+                    with suppress(psutil.Error):
+                        process.kill()
         _still_alive(members, self._popen)
 
     def _tree(self) -> set[psutil.Process]:
@@ -121,11 +132,9 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def inherited() -> dict[str, str]:
+    """What a server gets of this process's environment: all but the settings of servers and of their libraries."""
+    return {name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(_FOREIGN)}
 
 
 def answers(url: str, body: bytes | None = None) -> bool:

@@ -11,9 +11,10 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,18 @@ from bench.machine import Machine
 from bench.peers import gate
 from bench.peers.environments import stamp
 from bench.peers.places import environment
-from bench.peers.plan import Load, disturbed, folder, missing, order, read
-from bench.peers.process import ServerProcess, StartError, answers, free_port
+from bench.peers.plan import Load, disturbed, folder, good, missing, order, perplexity_file, read
+from bench.peers.process import ServerProcess, StartError, answers
 from bench.peers.servers import BOUND_BY_MEMORY, Server
 from bench.peers.weights import SharedWeights
+from tools.ports import free_port
 
+# Whatever a server still does when it has said that it is ready is done when its loads begin.
+_SETTLE_S = 3.0
+# With 3 rounds and no repeats the comparison takes some 45 minutes of the hour that it may take.
+REPEATS_UNTIL_S = 50 * 60.0
+# Windows that overlap little read the text once and a bit, half as long as bench.perplexity's default takes.
+_STRIDE = 448
 _READY_S, _LOAD_S, _ATTEMPTS = 300.0, 600.0, 2
 Say = Callable[[str], None]
 
@@ -46,11 +54,19 @@ class Comparison:
     out: Path
     exclusive: Sequence[str]
     say: Say
+    began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
-        """All rounds. A server that does not start, or a load that fails, is noted in its file and does not end the comparison."""
+        """What quantisation costs in quality, then all rounds.
+
+        A server that does not start, or a load that fails, is noted in its file and does not end the comparison.
+        """
+        for server in self.servers:
+            if server.form:
+                self._perplexity(server)
+        gated = self.reference is not None
         for number in range(1, self.rounds + 1):
-            waiting = [(server, missing(server, number, self.workloads, self.out)) for server in order(self.servers, number)]
+            waiting = [(server, missing(server, number, self.workloads, self.out, gated=gated)) for server in order(self.servers, number)]
             if any(rest for _, rest in waiting):
                 self._ceilings(number)
             for server, rest in waiting:
@@ -62,15 +78,34 @@ class Comparison:
         if read(file) is None:
             found = self._measured()
             _write(file, found | {"load_average": round(psutil.getloadavg()[0], 2)})
-            self.say(f"round {number}: the machine: {', '.join(f'{key} {value:.1f}' for key, value in found.items())}")
+            shown = (f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items())
+            self.say(f"round {number}: the machine: {', '.join(shown)}")
 
-    def _measured(self) -> dict[str, float]:
+    def _measured(self) -> dict[str, Any]:
         """The machine's ceilings; nothing where they could not be measured: the comparison goes on without them."""
         done = self._run([sys.executable, "-m", "bench.peers.ceilings"])
         if done.returncode:
             self.say(f"the machine's ceilings could not be measured: {done.stderr[-300:]}")
             return {}
         return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+    def _perplexity(self, server: Server) -> None:
+        """What a server's quantisation costs on the committed text, once for all rounds."""
+        file = perplexity_file(self.out, server.name)
+        if good(file) is not None:
+            return
+        model, target = self.words(server, [server.model_word], 0)[0], file.with_suffix(".new")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "bench.perplexity", model, "--quantization", "none", server.form]
+        done = self._run([*command, "--stride", str(_STRIDE), "--json", str(target)])
+        if done.returncode or not target.is_file():
+            _write(file, {"failed": done.stderr[-500:]})
+            self.say(f"{server.name}: NO PERPLEXITY: {done.stderr[-500:]}")
+            return
+        found = json.loads(target.read_text())[-1]
+        target.unlink()
+        _write(file, found)
+        self.say(f"{server.name}: perplexity {found['perplexity']:.3f}, {found['ratio']:.4f} of float32's")
 
     def _serve(self, server: Server, number: int, rest: list[Load]) -> None:
         """Starts a server, asks for the gate's tokens, runs its loads and ends it."""
@@ -86,6 +121,7 @@ class Comparison:
                 facts["memory_ready"] = asdict(process.memory())
                 if server.exact is not None and self.reference is not None:
                     facts["gate"] = self._gate(server, url)
+                time.sleep(max(0.0, facts["ready_s"] + _SETTLE_S - process.age))
                 for load in rest:
                     self._load(load, server, process, url)
                 facts["memory_after"] = asdict(process.memory())
@@ -142,17 +178,18 @@ class Comparison:
     def _load(self, load: Load, server: Server, process: ServerProcess, url: str) -> None:
         """Runs a load, again where others disturbed it, and keeps the least disturbed result."""
         best: dict[str, Any] | None = None
-        ceilings = self._measured() if load.name == BOUND_BY_MEMORY else None
+        bound = load.name == BOUND_BY_MEMORY and server.exact is True
+        before = self._measured() if bound else {}
         for attempt in range(_ATTEMPTS):
             result = self._once(load, server, process, url, attempt)
             if result is None:
                 continue
             if best is None or result["cpu"]["others_cores"] < best["cpu"]["others_cores"]:
                 best = result
-            if load.busy or not disturbed(result):
+            if load.busy or not disturbed(result) or time.monotonic() - self.began > REPEATS_UNTIL_S:
                 break
-        if best is not None and ceilings is not None:
-            best["ceilings"] = ceilings
+        if best is not None and bound:
+            best["ceilings"] = {"before": before, "after": self._measured()}
         _write(load.file(self.out), best or {"failed": "the load gave no result"})
 
     def _once(self, load: Load, server: Server, process: ServerProcess, url: str, attempt: int) -> dict[str, Any] | None:
@@ -161,6 +198,7 @@ class Comparison:
         command = [sys.executable, "-m", "bench.load", "--url", url, "--model", self.model(server), "--workload", load.workload]
         command += ["--seed", str(load.seed(attempt)), "--server-pid", str(process.pid), "--json", str(target)]
         command += [] if server.ignore_eos else ["--no-ignore-eos"]
+        command += ["--num-prompts", str(server.requests[load.workload])] if load.workload in server.requests else []
         with ExitStack() as company:
             if load.busy:
                 company.enter_context(busy(1))

@@ -21,7 +21,8 @@ class Server:
 
     `loads` run in this order: a workload of bench.workload, with "+busy" beside a busy process. `rounds`: only in the first so many (None:
     in all). `kv_bytes`: the size of the KV cache that it is allowed. `exact`: its greedy tokens must be the reference's, or its figures do
-    not count; None: it has no endpoint to ask for them.
+    not count; None: it has no endpoint to ask for them. `requests`: fewer than the workload has, by its name. `form`: its --quantization,
+    whose perplexity may be `most_perplexity` times float32's, or its figures do not count.
     """
 
     name: str
@@ -36,6 +37,14 @@ class Server:
     ignore_eos: bool = True
     exact: bool | None = False
     version_of: str = ""
+    requests: dict[str, int] = field(default_factory=dict)
+    form: str = ""
+    most_perplexity: float = 1.0
+
+    @property
+    def model_word(self) -> str:
+        """The word of the command that names the weights, in braces."""
+        return next(word for word in self.command if word in ("{float32}", "{gguf_directory}"))
 
 
 _TOKENLOOM = ("{python}", "-m", "cli.main", "serve", "{float32}", "--host", "127.0.0.1", "--port", "{port}")
@@ -79,7 +88,7 @@ SERVERS = (
     _llama("llamacpp", "llama.cpp server, F32", "{f32}", loads=_WITH_BUSY),
     Server(
         "transformers",
-        "transformers serve, float32",
+        "transformers serve, float32 (c: 32 requests)",
         (
             "{env}/bin/transformers", "serve", "{endless}", "--continuous-batching", "--attn-implementation", "sdpa", "--dtype", "float32",
             "--device", "cpu", "--host", "127.0.0.1", "--port", "{port}",
@@ -87,16 +96,19 @@ SERVERS = (
         environment="transformers",
         variables={"HF_HUB_OFFLINE": "1"},
         rounds=1,
+        requests={"c": 32},
         ignore_eos=False,
         exact=None,
         version_of="transformers",
     ),
-    Server("tokenloom-int8", "Tokenloom, int8", (*_TOKENLOOM, "--quantization", "int8"), **_OURS),
+    Server("tokenloom-int8", "Tokenloom, int8", (*_TOKENLOOM, "--quantization", "int8"), form="int8", most_perplexity=1.01, **_OURS),
     _llama("llamacpp-q8", "llama.cpp server, Q8_0", "{q8_0}", loads=("c", "a")),
     Server(
         "tokenloom-int4",
         "Tokenloom, int4 (the packaged GGUF's blocks)",
         (*(word.replace("{float32}", "{gguf_directory}") for word in _TOKENLOOM), "--quantization", "int4"),
+        form="int4",
+        most_perplexity=1.05,
         **_OURS,
     ),
     _llama("llamacpp-q4", "llama.cpp server, Q4_1 (the packaged GGUF)", "{packaged}", loads=("b", "a"), rounds=1),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import platform
+import shutil
 from pathlib import Path
 
 import pytest
 
 from bench.peers import environments
 from bench.peers.__main__ import main
-from bench.peers.environments import InstallError, Recipe, install, stamp
+from bench.peers.environments import InstallError, Recipe, install, instructions, stamp
+from services.worker.kernels.cpu.build import ensure_library
 
 
 @pytest.fixture
@@ -23,10 +26,22 @@ def test_an_environment_of_other_pins_or_without_a_stamp_is_not_there(cache: Pat
     assert stamp("small") is None
     file = cache / "peers" / "small" / "peer.json"
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"pins": ["nothing-of-this-name==1"], "versions": {"x": "1"}}))
+    file.write_text(json.dumps({"pins": ["nothing-of-this-name==1"], "versions": {"x": "1"}, "variables": {}}))
     assert stamp("small") == {"x": "1"}
-    file.write_text(json.dumps({"pins": ["nothing-of-this-name==2"], "versions": {"x": "1"}}))
+    file.write_text(json.dumps({"pins": ["nothing-of-this-name==1"], "versions": {"x": "1"}, "variables": {"CMAKE_ARGS": "-O0"}}))
     assert stamp("small") is None
+    file.write_text(json.dumps({"pins": ["nothing-of-this-name==2"], "versions": {"x": "1"}, "variables": {}}))
+    assert stamp("small") is None
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump")
+def test_the_instruction_set_of_a_library_is_read_off_its_assembly():
+    shown = instructions(ensure_library())
+    wide, narrow = (int(part.split()[0]) for part in shown.split(", "))
+    assert shown == f"{wide} lines with zmm, {narrow} lines with ymm"
+    if platform.machine() == "x86_64":
+        assert min(wide, narrow) > 100
+    assert instructions(Path(__file__)) == "0 lines with zmm, 0 lines with ymm"
 
 
 def test_a_step_that_fails_names_its_log_and_leaves_no_stamp(cache: Path, monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.peers.process import ServerProcess, StartError, answers, free_port
+from bench.peers.process import ServerProcess, StartError, answers, inherited
+from tools.ports import free_port
 
 _SERVER = """
 import http.server, subprocess, sys
@@ -37,6 +38,29 @@ def test_a_server_that_ends_says_what_its_log_says(tmp_path: Path):
         pytest.raises(StartError, match="no such model"),
     ):
         process.wait(lambda: False, 60)
+
+
+def test_a_second_interrupt_while_a_server_ends_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stubborn = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
+    process = ServerProcess([sys.executable, "-c", stubborn], {}, tmp_path / "log")
+    process.wait(lambda: "deaf" in (tmp_path / "log").read_text(), 60)
+    root = psutil.Process(process.pid)
+
+    def interrupt(_members: object, _root: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bench.peers.process._still_alive", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        process.end()
+    process._popen.wait(60)
+    assert not root.is_running()
+
+
+def test_settings_of_servers_and_their_libraries_are_not_inherited(monkeypatch: pytest.MonkeyPatch):
+    for name in ("TOKENLOOM_CPU_ISA", "OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE", "TOKENLOOM_CACHE"):
+        monkeypatch.setenv(name, "1")
+    assert {name for name in inherited() if name.startswith(("TOKENLOOM", "OMP", "VLLM"))} == {"TOKENLOOM_CACHE"}
+    assert "PATH" in inherited()
 
 
 def test_a_port_without_a_listener_does_not_answer():

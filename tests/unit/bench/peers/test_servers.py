@@ -53,6 +53,7 @@ def test_servers_come_in_the_order_of_the_table_and_an_unknown_one_is_refused(ca
 def test_a_gate_passes_on_equal_tokens_and_says_where_others_differ():
     expected = [[0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
     found = agreement([[0, 1, 2], [0, 3, 2], [0, 1], "abc"], expected, Words())
-    assert (found.equal, found.prompts, found.first) == (2, 4, {"1": 1, "2": 2})
+    assert (found.equal, found.prompts, found.first, found.texts) == (2, 4, {"1": 1, "2": 2}, 1)
     assert not found.passed
     assert agreement([[0, 1, 2]], expected[:1], Words()).passed
+    assert not agreement(["abc"], expected[:1], Words()).passed
