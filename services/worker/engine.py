@@ -145,11 +145,8 @@ def load(config: WorkerConfig) -> Engine:
     offered = _facts(config, directory, size, dtype, executor)
     processors = load_processors(config.logits_processors, offered.vocab_size, torch.device("cpu"))
     offered.logits_processors.extend(item.name for item in processors)
-    source = weights.open_source(directory.weight_files(), model_config)
-    try:
-        model = _built(config, model_config, source, ops, size.max_model_len, dtype)
-    except (KeyError, ValueError) as error:
-        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{directory.path}: {error.args[0]}") from error
+    model, file_bytes = _built(config, directory, ops, size.max_model_len, dtype)
+    host.return_freed_memory()
     cache = kv_cache.allocate(model_config, size.num_blocks, dtype)
     engine = Engine(ops.bind(model.forward, cache, offered.max_tokens_per_step), offered, processors, ops.picker())
     numerics.leave_cores_to_the_team(ops)
@@ -157,7 +154,7 @@ def load(config: WorkerConfig) -> Engine:
     _log.info(
         "model loaded",
         seconds=round(time.monotonic() - started, 2),
-        file_mib=source.total_bytes >> 20,
+        file_mib=file_bytes >> 20,
         threads=threads,
         numerics=engine.facts.fingerprints.numerics,
         kv_blocks=size.num_blocks,
@@ -167,15 +164,20 @@ def load(config: WorkerConfig) -> Engine:
     return engine
 
 
-def _built(config: WorkerConfig, model: LlamaConfig, source: weights.Source, ops: Ops, max_positions: int, dtype: torch.dtype) -> Model:
-    """The model with its weights, in integers where the configuration says so."""
+def _built(config: WorkerConfig, directory: ModelDirectory, ops: Ops, max_positions: int, dtype: torch.dtype) -> tuple[Model, int]:
+    """The model with its weights, in integers where the configuration says so, and the files' bytes. The files are let go."""
+    model = directory.config
+    source = weights.open_source(directory.weight_files(), model)
     floats = weights.reader(source, dtype, expected=9 * model.num_hidden_layers + 3)
-    if config.quantization is None:
-        return build(model, floats, ops, max_positions)
-    integers = QuantizedReader(source, floats, config.quantization, tied_head=model.tie_word_embeddings)
-    built = build(model, integers, ops, max_positions)
+    try:
+        if config.quantization is None:
+            return build(model, floats, ops, max_positions), source.total_bytes
+        integers = QuantizedReader(source, floats, config.quantization, tied_head=model.tie_word_embeddings)
+        built = build(model, integers, ops, max_positions)
+    except (KeyError, ValueError) as error:
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{directory.path}: {error.args[0]}") from error
     integers.log()
-    return built
+    return built, source.total_bytes
 
 
 def head_shape(config: LlamaConfig) -> HeadShape:

@@ -49,7 +49,7 @@ class Source(Protocol):
         ...
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """The weight of a Hugging Face name as stored (GGUF: dequantised to float32); None: there is none."""
+        """The weight of a Hugging Face name as stored (GGUF: dequantised to float32); None: there is none. A view of the file, or not."""
         ...
 
     def has_groups(self, name: str) -> bool:

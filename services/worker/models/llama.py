@@ -72,11 +72,11 @@ class _Needed:
         self._weights = weights
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A weight that must be floats."""
+        """A weight that must be floats, in memory of its own: the model keeps it, and a view would keep the whole file mapped."""
         weight = self.product(name, shape)
         if isinstance(weight, QuantizedWeight):
             raise ValueError(f"{name} is integers, where only weights of products may be")
-        return weight
+        return weight.clone()
 
     def product(self, name: str, shape: tuple[int, ...]) -> Weight:
         """A product's weight."""

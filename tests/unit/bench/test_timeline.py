@@ -1,4 +1,4 @@
-"""What recorded steps say, on steps of known times; and the whole measurement on a model of no size."""
+"""What recorded steps say, on steps of known times."""
 
 from __future__ import annotations
 

@@ -29,6 +29,13 @@ def copy(tiny_llama_dir: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_llama_dir, tmp_path / "copy")
 
 
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str)
+def test_a_loaded_model_keeps_no_weights_file_mapped(copy: Path, options: dict[str, str]):
+    engine = load_engine(copy, **options)
+    assert str(copy) not in Path("/proc/self/maps").read_text()
+    assert engine.step
+
+
 def test_a_missing_weight_is_named(copy: Path):
     make_tiny_llama(copy, attention_bias=True)
     config = json.loads((copy / "config.json").read_text())

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
+import psutil
 import pytest
 
-from services.worker.host import machine_memory, multiplies_bfloat16, own_cores, usable_cpus
+from services.worker.host import machine_memory, multiplies_bfloat16, own_cores, return_freed_memory, usable_cpus
 
 
 @pytest.fixture
@@ -81,3 +83,14 @@ def test_instructions_for_bfloat16_are_known_by_the_names_that_linux_gives_them(
     assert not multiplies_bfloat16(tmp_path)
     (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\n{line}\n")
     assert multiplies_bfloat16(tmp_path) is has
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no malloc_trim")
+def test_freed_memory_goes_back_to_the_system():
+    pieces = [b"x" * (100_000 + number % 2) for number in range(1000)]
+    last = pieces.pop()  # above all others in the heap, which cannot shrink by itself then
+    pieces.clear()
+    before = psutil.Process().memory_info().rss
+    return_freed_memory()
+    assert before - psutil.Process().memory_info().rss > 50 << 20
+    assert last
