@@ -4,8 +4,8 @@
     python -m bench.peers run                    3 rounds, every server and load; goes on where it was interrupted
     python -m bench.peers report                 the tables of what there is so far
 
-Exit code 0 when everything asked for ran and every server passed its gate, 1 otherwise, 2 for wrong flags. Targets that were not
-reached are in the table and do not change the exit code: they are results.
+Exit code 0 when everything asked for was measured and every server passed its gate, 1 otherwise, 2 for wrong flags. Targets that were
+not reached and doubtful runs are on the page and do not change the exit code: they are results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import FrameType
 from bench.machine import Machine
 from bench.peers import gate
 from bench.peers.environments import InstallError, install, stamp
-from bench.peers.places import root
+from bench.peers.places import run_folder
 from bench.peers.report import markdown, write
 from bench.peers.results import Results
 from bench.peers.run import Comparison
@@ -43,11 +43,11 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text)
         sub.add_argument("--rounds", type=int, default=3, help="how often each server runs (default 3)")
         sub.add_argument("--servers", nargs="+", metavar="NAME", help="only these servers (bench/peers/servers.py; default: all)")
-        sub.add_argument("--out", type=Path, help="where results lie until they are reported (default: by commit, in the cache)")
+        sub.add_argument("--out", type=Path, help="where results lie until they are reported (default: by tree and machine, in the cache)")
         sub.add_argument("--model", help="directory with one GGUF, as for `tokenloom serve` (default: the packaged model)")
-        sub.add_argument("--results", type=Path, default=_COMMITTED, help="where the report is written (default bench/results)")
+        sub.add_argument("--workloads", nargs="+", choices=sorted(NAMED), help="only these workloads (default: all)")
     run = commands.choices["run"]
-    run.add_argument("--workloads", nargs="+", choices=sorted(NAMED), help="only these workloads (default: all)")
+    run.add_argument("--results", type=Path, default=_COMMITTED, help="where the report is written (default bench/results)")
     run.add_argument("--no-gate", action="store_true", help="leave out the accuracy gate; the figures then do not count")
     run.add_argument("--exclusive", default="", metavar="COMMAND", help="put before every measurement: a lock of a shared machine")
     return parser
@@ -72,15 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     machine = Machine.here()
     weights = prepare(resolve(args.model, progress=_say))
-    out = args.out or root() / "runs" / (machine.client_commit or "unknown")
+    out = args.out or run_folder(machine)
     if args.command == "run" and not _run(args, servers, weights, out):
         return 1
-    results = Results(out, servers, args.rounds, weights.bytes_float32)
+    results = Results(out, servers, args.rounds, weights.bytes_float32, args.workloads)
     print(markdown(results, machine, weights))
     if args.command == "run":
         print(f"written: {write(results, machine, weights, args.results)}", file=sys.stderr)
     passed = all(results.gate(server)[1] for server in servers if server.exact)
-    return int(bool(results.marked()) or not passed)
+    return int(bool(results.absent()) or not passed)
 
 
 def _run(args: argparse.Namespace, servers: Sequence[Server], weights: SharedWeights, out: Path) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.machine import Machine
 from bench.peers.environments import RECIPES
+from bench.peers.places import machine_slug
 from bench.peers.results import Results
 from bench.peers.servers import BUSY, Server
 from bench.peers.targets import Reached
@@ -26,7 +26,9 @@ def markdown(results: Results, machine: Machine, weights: SharedWeights) -> str:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     lines = [f"# Comparison with other servers, {today}", ""]
     lines += [
-        f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, {machine.system}; Python {machine.python}.",
+        f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, {machine.system}; "
+        f"Python {machine.python}, torch {machine.packages.get('torch', 'unknown')}.",
+        *_setting(results),
         f"Tree {', '.join(results.trees()) or 'unknown'}. Rounds: {len(results.rounds)}, servers one after the other in rotated order.",
         f"Model: {weights.model}; every float32 server has the same bits.",
         "Written by `make bench`; docs/benchmarks.md says what each figure means and what is weak in the comparison.",
@@ -41,6 +43,12 @@ def markdown(results: Results, machine: Machine, weights: SharedWeights) -> str:
     return "\n".join(lines)
 
 
+def _setting(results: Results) -> list[str]:
+    """The kernels' instruction set and the system's huge pages, as they were found when the rounds ran."""
+    known = {(found["variant"], found["huge_pages"]) for found in results.machines.values() if "variant" in found}
+    return [f"Tokenloom's kernels: {variant}; transparent huge pages: {pages}." for variant, pages in sorted(known)]
+
+
 def _targets(results: Results) -> list[str]:
     lines = ["## Targets", "", "Ratio of the medians over rounds; in brackets the least and the most of the rounds' own ratios."]
     lines += ["Others: the most that other processes used of the cores meanwhile, beside the one and the other server.", ""]
@@ -53,13 +61,10 @@ def _targets(results: Results) -> list[str]:
 def _ratio_row(one: Reached, results: Results) -> tuple[str, ...]:
     target = one.target
     shown = "-" if one.ratio is None else f"{one.ratio:.2f}x ({one.low:.2f} to {one.high:.2f})"
-    ours = next(server for server in results.servers if server.name == target.ours)
-    passed = one.ratio is None or not ours.exact or results.gate(ours)[1]
-    counts = one.verdict if passed else f"{one.verdict}, but does not count: gate {results.gate(ours)[0]}"
     others = " / ".join(_number(results.others(server, target.load), 2) for server in (target.ours, target.peer))
     goal = "-" if target.goal is None else f"{target.goal:g}x"
     least = f"{target.least:g}x" if target.rising else f"({target.least:g}x)"
-    return target.label, target.ours, target.peer, target.load, least, goal, shown, others, counts
+    return target.label, target.ours, target.peer, target.load, least, goal, shown, others, results.verdict(one)
 
 
 def _figures(results: Results) -> list[str]:
@@ -92,14 +97,20 @@ def _servers(results: Results) -> list[str]:
     lines += _table(("server", "gate", "ready s", "answer s", "PSS ready", "PSS / RSS after", "KV cache"), rows)
     lines += ["", "Started with (words in braces: places of `bench/peers/servers.py`):", "", "```"]
     for server in results.servers:
-        variables = " ".join(f"{key}={value}" for key, value in server.variables.items())
-        lines.append(f"{server.name}: {f'{variables} ' if variables else ''}{' '.join(server.command)}")
+        lines += [f"{server.name}: {words}" for words in _started(results, server)]
     lines += ["```", ""]
     for recipe in RECIPES:
         known = next((v for s in results.servers if s.environment == recipe.name for v in [_version(results, s)] if v), None)
         if known:
             lines.append(f"- {recipe.name}: {', '.join(f'{key} {value}' for key, value in known.items())}; {recipe.why}")
     return lines
+
+
+def _started(results: Results, server: Server) -> list[str]:
+    """The commands with which a server was started in the rounds that ran: more than one where the table of servers changed between."""
+    facts = [found for number in results.rounds if "command" in (found := results.facts[server.name, number])]
+    lines = [" ".join([*(f"{key}={value}" for key, value in found["variables"].items()), *found["command"]]) for found in facts]
+    return list(dict.fromkeys(lines))
 
 
 def _version(results: Results, server: Server) -> dict[str, str]:
@@ -133,7 +144,7 @@ def document(results: Results, machine: Machine, weights: SharedWeights) -> dict
         {"round": number, "server": server, "load": load} | {key: result[key] for key in _KEPT if key in result}
         for (server, load, number), result in sorted(results.runs.items())
     ]
-    ratios = [dataclasses.asdict(one) | {"verdict": one.verdict} for one in results.ratios()]
+    ratios = [dataclasses.asdict(one) | {"verdict": results.verdict(one)} for one in results.ratios()]
     conditions = [dataclasses.asdict(one) | {"verdict": one.verdict} for one in results.conditions()]
     return {
         "machine": dataclasses.asdict(machine),
@@ -149,8 +160,7 @@ def document(results: Results, machine: Machine, weights: SharedWeights) -> dict
 
 def file_stem(machine: Machine) -> str:
     """The name of a report's files: DATE-peers-MACHINE."""
-    slug = re.sub(r"[^a-z0-9]+", "-", machine.cpu.lower()).strip("-")
-    return f"{datetime.datetime.now(datetime.UTC).date().isoformat()}-peers-{slug}-{machine.cores}-cores"
+    return f"{datetime.datetime.now(datetime.UTC).date().isoformat()}-peers-{machine_slug(machine)}"
 
 
 def write(results: Results, machine: Machine, weights: SharedWeights, folder: Path) -> Path:

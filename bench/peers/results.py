@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.peers.plan import disturbed, folder, good, loads, read
+from bench.peers.plan import disturbed, folder, good, loads, perplexity_file, read, stolen
 from bench.peers.servers import BOUND_BY_MEMORY, BUSY, Server
 from bench.peers.targets import TARGETS, Reached, median, reached
 
@@ -41,9 +41,13 @@ class Condition:
 class Results:
     """What lies in the folder of a comparison."""
 
-    def __init__(self, out: Path, servers: Sequence[Server], rounds: int, weight_bytes: int) -> None:
+    def __init__(
+        self, out: Path, servers: Sequence[Server], rounds: int, weight_bytes: int, workloads: Sequence[str] | None = None
+    ) -> None:
+        """`workloads`: only these were asked for (None: all); what lies there of others is shown, and not missed."""
         self.servers, self.rounds = list(servers), range(1, rounds + 1)
-        self._weight_bytes = weight_bytes
+        self._weight_bytes, self._workloads = weight_bytes, workloads
+        self.perplexities = {server.name: good(perplexity_file(out, server.name)) for server in servers if server.form}
         self.machines = {number: read(out / f"round-{number}" / "machine.json") or {} for number in self.rounds}
         self.facts: dict[tuple[str, int], dict[str, Any]] = {}
         self.runs: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -105,12 +109,50 @@ class Results:
         return statistics.median(found) if found else None
 
     def gate(self, server: Server) -> tuple[str, bool | None]:
-        """What the accuracy gate says of a server in all rounds, in words and as a verdict (None: it was not asked)."""
-        found = [facts["gate"] for number in self.rounds if (facts := self.facts[server.name, number]) and "equal" in facts.get("gate", {})]
-        if not found:
+        """What the accuracy gate says of a server in every round that has runs, in words and as a verdict (None: it was asked in none).
+
+        A round whose gate was not answered has not passed; nor, where tokens must be equal, one whose answers were texts.
+        """
+        ran = sorted({number for name, _, number in self.runs if name == server.name})
+        gates = [self.facts[server.name, number].get("gate", {}) for number in ran]
+        answered = [one for one in gates if "equal" in one]
+        if not any(gates):
             return "not asked", None
-        worst = min(found, key=lambda one: one["equal"])
-        return f"{worst['equal']} of {worst['prompts']}", worst["equal"] == worst["prompts"]
+        if not answered:
+            return "failed", False
+        worst = min(answered, key=lambda one: one["equal"])
+        texts = sum(one.get("texts", 0) for one in answered) if server.exact else 0
+        words = [f"{worst['equal']} of {worst['prompts']}"]
+        words += [f"in {len(answered)} of {len(ran)} rounds"] if len(answered) < len(ran) else []
+        words += [f"{texts} as text alone"] if texts else []
+        return ", ".join(words), worst["equal"] == worst["prompts"] and len(answered) == len(ran) and not texts
+
+    def quality(self, server: Server) -> Condition | None:
+        """What a server's quantisation costs in perplexity; None for one that has none."""
+        if not server.form:
+            return None
+        found = self.perplexities[server.name]
+        ratio = None if found is None else float(found["ratio"])
+        shown = "-" if ratio is None else f"{ratio:.4f}x"
+        met = None if ratio is None else ratio <= server.most_perplexity
+        return Condition(f"perplexity of {server.name} over float32's", f"at most {server.most_perplexity:g}x", shown, met)
+
+    def against(self, name: str, load: str) -> list[str]:
+        """Why a server's figures of a load do not count, whatever they are: its gate, its perplexity, requests that failed."""
+        server = next(server for server in self.servers if server.name == name)
+        found = []
+        if server.exact and not self.gate(server)[1]:
+            found.append(f"gate {self.gate(server)[0]}")
+        quality = self.quality(server)
+        if quality is not None and not quality.met:
+            found.append(f"perplexity {quality.reached}, {quality.wanted}" if quality.met is False else "no perplexity")
+        lost = sum(result["statistics"]["failed"] for (s, w, _), result in self.runs.items() if (s, w) == (name, load))
+        return found + ([f"{lost} requests failed"] if lost else [])
+
+    def verdict(self, one: Reached) -> str:
+        """A ratio's verdict, with what speaks against it."""
+        reasons = self.against(one.target.ours, one.target.load) if one.ratio is not None else []
+        return f"{one.verdict}, but does not count: {'; '.join(reasons)}" if reasons else one.verdict
 
     def bandwidths(self, server: str, number: int) -> tuple[float, ...]:
         """The medians of the gigabytes read a second, just before and just after the load that memory bounds; those that are known."""
@@ -137,20 +179,32 @@ class Results:
         return replace(found, reached=f"{found.reached} (GB/s before / after: {shown})") if pairs else found
 
     def marked(self) -> list[str]:
-        """Loads during which others used too much of the machine, those with failed requests, and those without a result."""
+        """Loads during which others used too much of the machine, those whose answers were not whole, and those without a result."""
         found = []
         for (name, load, number), result in sorted(self.runs.items()):
             where = f"round {number}, {name} {load}"
             if not load.endswith(BUSY) and disturbed(result):
                 found.append(f"{where}: others used {result['cpu']['others_cores']:.2f} cores")
-            if result["statistics"]["failed"]:
-                found.append(f"{where}: {result['statistics']['failed']} requests failed ({result['statistics']['failures']})")
+            if lost := stolen(result):
+                found.append(f"{where}: the machine's host took {lost:.2f} cores")
+            facts = result["statistics"]
+            if facts["failed"]:
+                found.append(f"{where}: {facts['failed']} requests failed ({facts['failures']})")
+            if facts["without_usage"]:
+                found.append(f"{where}: {facts['without_usage']} answers without usage are missing from the rates")
+            if facts["short_outputs"]:
+                found.append(f"{where}: {facts['short_outputs']} outputs ended early")
+        return found + self.absent()
+
+    def absent(self) -> list[str]:
+        """What was asked for and has no result."""
+        found = []
         asked = [(server, number) for server in self.servers for number in self.rounds if server.rounds is None or number <= server.rounds]
         for server, number in asked:
-            absent = [load.name for load in loads(server, number, None) if (server.name, load.name, number) not in self.runs]
-            if absent:
-                found.append(f"round {number}, {server.name}: no result of {', '.join(absent)}")
-        return found
+            names = [load.name for load in loads(server, number, self._workloads) if (server.name, load.name, number) not in self.runs]
+            if names:
+                found.append(f"round {number}, {server.name}: no result of {', '.join(names)}")
+        return found + [f"{name}: no perplexity" for name, found_ in self.perplexities.items() if found_ is None]
 
     def conditions(self) -> list[Condition]:
         """The targets of this project alone, and those about company."""
@@ -165,6 +219,7 @@ class Results:
         found.append(
             Condition("memory after all loads (PSS; with what was touched of the KV cache)", "stated alone", shown, None, judged=False)
         )
+        found += [one for server in self.servers if (one := self.quality(server))]
         for load in ("a", "b"):
             ours = self.slowdown("tokenloom", load)
             for peer in ("vllm", "llamacpp"):

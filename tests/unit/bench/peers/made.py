@@ -40,7 +40,10 @@ def put(out: Path, server: str, load: str, number: int, content: dict[str, Any])
 
 def put_facts(out: Path, server: str, number: int, **facts: Any) -> None:
     """Writes what is known of a server in a round, as a server that started and passed its gate."""
+    command = next((list(one.command) for one in SMALL if one.name == server), [])
     known = {
+        "command": command,
+        "variables": {},
         "version": {"program": "1"},
         "ready_s": 3.0,
         "first_answer_s": 3.1,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.machine import Machine
+from bench.peers.plan import Load, perplexity_file
 from bench.peers.report import document, file_stem, markdown
 from bench.peers.results import Results
+from bench.peers.servers import Server
 from bench.peers.targets import Target, reached
 from bench.peers.weights import SharedWeights
 from tests.unit.bench.peers.made import SMALL, put, put_facts, run
@@ -64,6 +68,54 @@ def test_the_page_shows_each_target_with_its_verdict(out: Path):
 def test_figures_of_a_server_that_fails_its_gate_do_not_count(out: Path):
     put_facts(out, "tokenloom", 2, gate={"equal": 19, "prompts": 20, "first": {"3": 7}})
     assert "goal met, but does not count: gate 19 of 20" in markdown(results(out), MACHINE, WEIGHTS)
+    verdicts = {one["verdict"] for one in document(results(out), MACHINE, WEIGHTS)["targets"]}
+    assert "goal met, but does not count: gate 19 of 20" in verdicts
+
+
+@pytest.mark.parametrize(
+    ("gate", "words"),
+    [({"failed": "no connection"}, "20 of 20, in 1 of 2 rounds"), ({}, "20 of 20, in 1 of 2 rounds"),
+     ({"equal": 20, "prompts": 20, "first": {}, "texts": 3}, "20 of 20, 3 as text alone")],
+)  # fmt: skip
+def test_every_round_must_have_passed_the_gate_by_ids(out: Path, gate: dict[str, Any], words: str):
+    put_facts(out, "tokenloom", 2, gate=gate)
+    assert results(out).gate(SMALL[0]) == (words, False)
+
+
+def test_a_gate_that_never_answered_has_failed_and_one_never_asked_says_so(out: Path):
+    for number in (1, 2):
+        put_facts(out, "tokenloom", number, gate={"failed": "no connection"})
+        put_facts(out, "vllm", number, gate={})
+    assert results(out).gate(SMALL[0]) == ("failed", False)
+    assert results(out).gate(SMALL[1]) == ("not asked", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, ": no perplexity"), ({"ratio": 1.02}, ": perplexity 1.0200x, at most 1.01x"), ({"ratio": 1.01}, "")],
+)
+def test_figures_of_integers_count_with_their_perplexity_alone(out: Path, content: dict[str, Any] | None, reason: str):
+    integers = Server("tokenloom-int8", "int8", ("serve", "{float32}"), loads=("a",), form="int8", most_perplexity=1.01)
+    put(out, "tokenloom-int8", "a", 1, run(180.0))
+    if content is not None:
+        perplexity_file(out, "tokenloom-int8").write_text(json.dumps(content))
+    found = Results(out, [*SMALL, integers], 1, WEIGHTS.bytes_float32)
+    verdict = next(found.verdict(one) for one in found.ratios() if one.target.ours == "tokenloom-int8")
+    assert verdict == ("met" + (f", but does not count{reason}" if reason else ""))
+    shown = {one.label: one.verdict for one in found.conditions()}["perplexity of tokenloom-int8 over float32's"]
+    assert shown == ("not measured" if content is None else "NOT met" if reason else "met")
+
+
+def test_failed_requests_count_against_a_ratio(out: Path):
+    put(out, "tokenloom", "a", 2, run(60.0, failed=1))
+    assert "goal met, but does not count: 1 requests failed" in markdown(results(out), MACHINE, WEIGHTS)
+
+
+def test_the_commands_on_the_page_are_those_that_ran(out: Path):
+    put_facts(out, "tokenloom", 2, command=["serve", "{float32}", "--old"], variables={"X": "1"})
+    page = markdown(results(out), MACHINE, WEIGHTS)
+    assert "tokenloom: X=1 serve {float32} --old" in page
+    assert "tokenloom: serve {float32}\n" in page
 
 
 def test_time_per_token_is_held_against_reading_the_weights_at_the_greater_bandwidth_around_it(out: Path):
@@ -94,6 +146,20 @@ def test_doubtful_runs_are_named(out: Path):
     assert "round 2, vllm: no result of b" in marked
     assert "round 1, llamacpp: no result of a" in marked
     assert not any("tokenloom b+busy" in line for line in marked)
+
+
+def test_stolen_time_missing_usage_and_short_outputs_make_a_run_doubtful(out: Path):
+    spoiled = run(30.0, steal=2.0)
+    spoiled["statistics"] |= {"without_usage": 1, "short_outputs": 2}
+    put(out, "vllm", "a", 1, spoiled)
+    marked = [line.partition(": ")[2] for line in results(out).marked() if line.startswith("round 1, vllm a")]
+    assert marked == ["the machine's host took 0.20 cores", "1 answers without usage are missing from the rates", "2 outputs ended early"]
+
+
+def test_a_workload_that_was_not_asked_for_is_not_missed(out: Path):
+    Load(1, "vllm", "b").file(out).unlink()
+    assert "round 1, vllm: no result of b" in results(out).absent()
+    assert Results(out, SMALL[:2], 2, 1, ["a"]).absent() == []
 
 
 def test_the_document_for_machines_has_every_run_and_target(out: Path):
