@@ -78,9 +78,14 @@ class Contender:
             self.engine.execute(staged_rows(self.engine, rows, 0, 1, first))
 
     def forward_ms(self, case: str) -> float:
-        """Milliseconds of one forward pass."""
+        """Milliseconds of one forward pass, of this thread on the core that a worker's runner would keep to."""
         numerics.use_threads(self._threads)  # torch's team is the process's: each executor sets it as its own worker would
-        return self.engine.execute(self.cases[case]).forward_us / 1000
+        cpus = os.sched_getaffinity(0)
+        self.engine.settle()
+        try:
+            return self.engine.execute(self.cases[case]).forward_us / 1000
+        finally:
+            os.sched_setaffinity(0, cpus)  # what the other executors, and processes beside them, go by
 
     def kinds(self, case: str, steps: int) -> str:
         """Where the time of a step goes, in the thread that leads it; empty for an executor that cannot say."""

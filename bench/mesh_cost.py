@@ -1,9 +1,10 @@
 """What the split into services costs: a served load, and the same batches run again by the worker's runner alone.
 
-    python -m bench.mesh_cost MODEL_DIR [--workloads a b c] [--rounds 2] [--threads 2] [--json FILE] [-- flags of tokenloom serve]
+    python -m bench.mesh_cost MODEL_DIR [--workloads a b c] [--rounds 2] [--json FILE] [-- flags of tokenloom serve]
 
 Starts `tokenloom serve MODEL_DIR --record-steps ...`, loads it with workloads of bench.load, and after each runs the recorded batches
-in this process, while the mesh stands idle; rounds take turns, so that other load on the machine meets both. Prints by workload
+in this process, with the same flags, while the mesh stands idle; rounds take turns, so that other load on the machine meets both.
+Prints by workload
 
     served / alone   milliseconds a step: forward, prepare, sample, rest of the step, idle before it while requests were there
     step ratio       a served step's period over the same step's alone, median: what gateway, scheduler, tokenizer and RPC add
@@ -31,7 +32,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -39,6 +39,9 @@ from bench.load import drive, parse
 from bench.replay import LoneRunner
 from bench.stats import summarize
 from bench.timeline import Line, added_to_first_token_ms, hops_ms, moments, period_ratio
+from cli.flags import ServeConfig, service_config
+from libs.config import parse as parse_settings
+from libs.errors import TokenloomError
 from services.worker.config import WorkerConfig
 from services.worker.step_log import read_steps
 
@@ -51,9 +54,9 @@ _SETTLE_SECONDS = 3
 @contextmanager
 def served(model: Path, port: int, record: Path, flags: Sequence[str]) -> Iterator[psutil.Process]:
     """The mesh, ready; ended when the block ends. Raises SystemExit when it does not come up."""
-    command = [str(Path(sys.executable).with_name("tokenloom")), "serve", str(model), "--port", str(port), "--record-steps", str(record)]
+    command = [str(Path(sys.executable).with_name("tokenloom")), "serve", "--port", str(port), "--record-steps", str(record)]
     log = record.with_suffix(".log").open("wb")
-    process = subprocess.Popen([*command, "--kv-cache-memory-bytes", str(_KV_BYTES), *flags], stdout=log, stderr=log)
+    process = subprocess.Popen([*command, *of_both(model, flags)], stdout=log, stderr=log)
     try:
         _wait_ready(process, port, Path(log.name))
         time.sleep(_SETTLE_SECONDS)
@@ -62,6 +65,20 @@ def served(model: Path, port: int, record: Path, flags: Sequence[str]) -> Iterat
         process.terminate()
         process.wait()
         log.close()
+
+
+def of_both(model: Path, flags: Sequence[str]) -> list[str]:
+    """What the mesh and the runner alone are told."""
+    return [str(model), "--kv-cache-memory-bytes", str(_KV_BYTES), *flags]
+
+
+def lone_config(model: Path, flags: Sequence[str]) -> WorkerConfig:
+    """What a mesh of these flags would tell its worker. Raises SystemExit for flags that it would refuse."""
+    options = parse_settings(ServeConfig, of_both(model, flags), prog="bench.mesh_cost")
+    try:
+        return service_config(WorkerConfig, options, model=model)
+    except TokenloomError as error:
+        raise SystemExit(error.message) from error
 
 
 def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -149,15 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--workloads", nargs="+", choices=["a", "b", "c", "d"], default=["a", "b", "c"])
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=None, help="threads of the runner alone (default: as the worker chooses)")
     parser.add_argument("--port", type=int, default=8730)
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--num-prompts", type=int, default=0, help="requests of each workload (default: the workload's own)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(words[: words.index("--")] if "--" in words else words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the mesh ends too
-    options: dict[str, Any] = {"model": args.model, "threads": args.threads, "kv_cache_memory_bytes": _KV_BYTES}
-    lone, turns = LoneRunner(WorkerConfig.model_validate(options)), list[Turn]()
+    lone, turns = LoneRunner(lone_config(args.model, flags)), list[Turn]()
     with tempfile.TemporaryDirectory() as folder, served(args.model, args.port, Path(folder) / "steps", flags) as root:
         for index in range(args.rounds):
             for offset, workload in enumerate(args.workloads):

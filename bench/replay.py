@@ -22,7 +22,7 @@ class LoneRunner:
         """Loads the model. Raises what loading raises."""
         loaded: SimpleQueue[Steps | BaseException] = SimpleQueue()
         self._broken = threading.Event()
-        self._runner = Runner(lambda: Steps(load(config), WorkerMetrics(), lambda _span: None), loaded.put, self._broken.set)
+        self._runner = Runner(lambda: _loaded(config), loaded.put, self._broken.set)
         self._runner.start()
         self._epoch = 0
         outcome = loaded.get()
@@ -36,18 +36,18 @@ class LoneRunner:
         self._runner.attach(self._epoch, clean.set)
         clean.wait()
         answers: SimpleQueue[worker_pb2.RunResponse] = SimpleQueue()
-        batches = [step.batch for step in steps if step.batch is not None]
-        owed, sent, done = [batch.lease_steps or 1 for batch in batches], 0, list[LoggedStep]()
+        batches, owed = _as_run(steps)
+        granted, sent, done = list(owed), 0, list[LoggedStep]()
         finished, began_ns = 0, 0
         while finished < len(batches):
             while sent < min(len(batches), finished + MAX_IN_FLIGHT):
-                self._runner.submit(self._own(batches[sent], first=not sent), answers.put)
+                self._runner.submit(self._own(batches[sent], granted[sent], first=not sent), answers.put)
                 sent += 1
             result = answers.get().result
             if result.outcome != worker_pb2.BATCH_OUTCOME_OK:
                 raise RuntimeError(f"step {result.number} did not run: {result.error.message}")
             began_ns += result.timings.idle_us * 1000
-            done.append(LoggedStep(began_ns, batches[finished] if owed[finished] == (batches[finished].lease_steps or 1) else None, result))
+            done.append(LoggedStep(began_ns, batches[finished] if owed[finished] == granted[finished] else None, result))
             began_ns += result.timings.total_us * 1000
             owed[finished] -= 1
             finished += not owed[finished]
@@ -57,10 +57,29 @@ class LoneRunner:
         """Ends the thread."""
         self._runner.stop()
 
-    def _own(self, batch: worker_pb2.StepBatch, *, first: bool) -> worker_pb2.StepBatch:
+    def _own(self, batch: worker_pb2.StepBatch, steps: int, *, first: bool) -> worker_pb2.StepBatch:
         mine = worker_pb2.StepBatch()
         mine.CopyFrom(batch)
-        mine.epoch = self._epoch
+        mine.epoch, mine.lease_steps = self._epoch, steps
         if first:  # what it follows is not part of the record
             mine.predecessor = 0
         return mine
+
+
+def _loaded(config: WorkerConfig) -> Steps:
+    """As a worker's service does it; the runner's thread calls this, and keeps to the core that it is given here."""
+    engine = load(config)
+    engine.settle()
+    return Steps(engine, WorkerMetrics(), lambda _span: None)
+
+
+def _as_run(steps: Sequence[LoggedStep]) -> tuple[list[worker_pb2.StepBatch], list[int]]:
+    """The batches, and how many steps each of them ran: a lease that was cut ran fewer than it was granted."""
+    batches, ran = list[worker_pb2.StepBatch](), list[int]()
+    for step in steps:
+        if step.batch is not None:
+            batches.append(step.batch)
+            ran.append(0)
+        if ran:  # the record may begin within a lease
+            ran[-1] += 1
+    return batches, ran

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from libs.config.settings import Amount, Settings
 
@@ -72,8 +72,16 @@ class StepSettings(Settings):
     max_num_batched_tokens: Amount = Field(
         320,
         ge=1,
-        description="Most tokens computed in one step, prefill and decode together; a worker takes one whole sequence, whatever this says.",
+        description="Most tokens computed in one step, prefill and decode together; a worker takes one whole sequence, whatever this says. "
+        "Where it is not given and --max-num-seqs is more, as many as that.",
     )
+
+    @model_validator(mode="after")
+    def _room_for_a_token_of_each(self) -> Self:
+        """Decodes are never held back: the default has a token for each sequence. It stays a default: nobody gave it."""
+        if not self.given("max_num_batched_tokens"):
+            self.__dict__["max_num_batched_tokens"] = max(self.max_num_batched_tokens, self.max_num_seqs)
+        return self
 
     def contradictions(self) -> Iterator[str]:
         """See Settings."""

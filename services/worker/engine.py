@@ -24,7 +24,7 @@ from services.worker.logprobs import Kept, Told
 from services.worker.models.registry import Model, build
 from services.worker.ops.base import HeadShape, Ops, Step
 from services.worker.ops.native import Program
-from services.worker.quantized_reader import QuantizedReader
+from services.worker.quantized_reader import HEAD, QuantizedReader
 from services.worker.sampling.custom import CustomProcessor, load_processors
 from services.worker.sampling.picking import Picker, pick
 from services.worker.sampling.sampler import Sampled, sample
@@ -141,7 +141,7 @@ def load(config: WorkerConfig) -> Engine:
     threads = numerics.use_threads(config.threads)
     ops, executor = numerics.choose_ops(config, head_shape(model_config), dtype)
     started = time.monotonic()
-    size = _cache_size(config, model_config, dtype, integers=executor != "reference")
+    size = _cache_size(config, model_config, dtype, packed=executor != "reference")
     offered = _facts(config, directory, size, dtype, executor)
     processors = load_processors(config.logits_processors, offered.vocab_size, torch.device("cpu"))
     offered.logits_processors.extend(item.name for item in processors)
@@ -171,7 +171,8 @@ def _built(config: WorkerConfig, directory: ModelDirectory, ops: Ops, max_positi
     floats = weights.reader(source, dtype, expected=9 * model.num_hidden_layers + 3)
     try:
         if config.quantization is None:
-            return build(model, floats, ops, max_positions), source.total_bytes
+            tied = model.tie_word_embeddings  # then a head in the file is not served: it need not be readable either
+            return build(model, lambda name: None if tied and name == HEAD else floats(name), ops, max_positions), source.total_bytes
         integers = QuantizedReader(source, floats, config.quantization, tied_head=model.tie_word_embeddings)
         built = build(model, integers, ops, max_positions)
     except (KeyError, ValueError) as error:
@@ -185,29 +186,30 @@ def head_shape(config: LlamaConfig) -> HeadShape:
     return HeadShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
 
 
-def weight_bytes(config: LlamaConfig, dtype: torch.dtype, quantization: str | None = None, *, integers: bool = True) -> int:
-    """Bytes of the loaded weights. A tied head counts once among floats, and again where it is quantised and the embedding is not.
+def weight_bytes(config: LlamaConfig, dtype: torch.dtype, quantization: str | None = None, *, packed: bool = True) -> int:
+    """Bytes of the loaded weights.
 
-    `integers`: the executor keeps what is quantised as integers and not as the floats that these stand for. Four bits take six, with the
-    scale and the minimum of their group.
+    `packed`: the executor keeps products' weights in panels, as the C++ kernels do: a tied head beside the embedding, and integers as such,
+    of which four bits take five with the scale and the minimum of their group. Otherwise as tensors of floats, those that integers stand
+    for included; a tied head is then the embedding itself, unless it was quantised.
     """
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     attention = 2 * hidden * dim * (config.num_attention_heads + config.num_key_value_heads)
     products, table = config.num_hidden_layers * (attention + 3 * hidden * inner), config.vocab_size * hidden
     if quantization is None:
-        return (products + table * (1 if config.tie_word_embeddings else 2)) * dtype.itemsize
-    if not integers:
+        return (products + table * (1 if config.tie_word_embeddings and not packed else 2)) * dtype.itemsize
+    if not packed:
         return (products + 2 * table) * dtype.itemsize
-    return table * dtype.itemsize + table + (products if quantization == "int8" else products * 3 // 4)
+    return table * dtype.itemsize + table + (products if quantization == "int8" else products * 5 // 8)
 
 
-def _cache_size(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype, *, integers: bool) -> kv_cache.CacheSize:
+def _cache_size(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype, *, packed: bool) -> kv_cache.CacheSize:
     bytes_per_block = kv_cache.block_bytes(model, dtype)
     budget = kv_cache.budget_bytes(
         wanted=config.kv_cache_memory_bytes,
         utilization=config.gpu_memory_utilization,
         memory=host.machine_memory(),
-        weights=weight_bytes(model, dtype, config.quantization, integers=integers),
+        weights=weight_bytes(model, dtype, config.quantization, packed=packed),
     )
     size = kv_cache.size_cache(
         budget=budget, bytes_per_block=bytes_per_block, wanted_len=config.max_model_len, model_len=model.max_position_embeddings

@@ -41,10 +41,10 @@ def use_threads(wanted: int | None) -> int:
 
 
 def leave_cores_to_the_team(ops: Ops) -> None:
-    """Once loaded: where the forward pass has a team of its own, torch keeps one thread for what is left to it, the sampling.
+    """Once loaded: where the forward pass has a team of its own, torch keeps one thread for the little that is left to it.
 
-    A second team would have to be woken for each of its small operations: measured on two cores, sampling 1 / 8 / 32 rows greedily takes
-    0.1 / 0.4 / 1.7 ms with one thread and 0.1 / 0.3 / 21 with two while something else runs.
+    That is masks, edits of logits, log-probabilities and the operator's logits processors: a second team would have to be woken for each of
+    their small operations, and would meet the first on its cores.
     """
     if isinstance(ops, CpuOps):
         torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def choose_ops(config: WorkerConfig, heads: HeadShape, dtype: torch.dtype) -> tu
     Raises TokenloomError(UNSUPPORTED) when C++ kernels are insisted on and cannot be had.
     """
     if config.kernels == "reference":
-        return ReferenceOps(batch_invariant=config.batch_invariant), "reference"
+        return _reference(config), "reference"
     try:
         if dtype is not torch.float32 or not supports(heads):
             raise BuildError(f"they take float32 and heads of at most 256 dimensions in sixteens, not {dtype} and {heads}")
@@ -66,10 +66,17 @@ def choose_ops(config: WorkerConfig, heads: HeadShape, dtype: torch.dtype) -> tu
         if config.kernels == "cpu":
             raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels cannot be used: {error}") from error
         _log.error("the C++ kernels cannot be used: falling back to the slower reference", reason=str(error))
-        return ReferenceOps(batch_invariant=config.batch_invariant), "reference"
+        return _reference(config), "reference"
     threads = config.threads or host.usable_cpus()
     team = Team(library, threads, host.own_cores(threads) if config.pin_threads else ())
     return CpuOps(library, team), f"cpu-{library.variant}-{build_id(path)}"
+
+
+def _reference(config: WorkerConfig) -> Ops:
+    if config.quantization is not None:
+        text = "--quantization brings neither speed nor memory in the reference executor, which computes with the floats of the integers"
+        _log.warning(text, quantization=config.quantization)
+    return ReferenceOps(batch_invariant=config.batch_invariant)
 
 
 def identity(executor: str, dtype: torch.dtype, quantization: str | None = None, *, batch_invariant: bool) -> str:
@@ -78,7 +85,7 @@ def identity(executor: str, dtype: torch.dtype, quantization: str | None = None,
     The C++ kernels' arithmetic follows from the instruction set, the sources and the compiler (which chooses where to fuse a product with a
     sum); the last two are the digits behind the executor's name. The reference's products are MKL's or oneDNN's, which differ between CPUs
     and torch versions. The thread count does not appear, because no sum is split among threads. Weights that were quantised while loading
-    are named with the revision of how ("int8.1"), for the model's fingerprint is that of its files.
+    are named with the revision of how ("int8.2"), for the model's fingerprint is that of its files.
     """
     name = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}[dtype]
     if quantization is not None:

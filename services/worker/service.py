@@ -57,9 +57,9 @@ async def serve(config: WorkerConfig, instance: str, stop: asyncio.Event) -> int
     def prepare() -> Steps:
         started = time.monotonic()
         engine = load(config)
-        engine.settle()
         metrics.loaded(time.monotonic() - started, engine.facts.num_blocks)
         constraints = load_constraints(config.structured_outputs_config_backend, config.model, engine.facts)
+        engine.settle()  # last: threads that start later would inherit the one core
         return Steps(engine, metrics, emit, constraints)
 
     runner = Runner(prepare, on_loaded=lambda result: _resolve(loop, outcome, result), on_broken=end, log=log)

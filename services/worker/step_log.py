@@ -6,6 +6,8 @@ its first step; with the later ones it is empty.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,20 +29,29 @@ class LoggedStep:
 
 
 class StepLog:
-    """The file, open for appending. For one thread."""
+    """The file, open for appending. For one thread, and one process: entries of two would lie among each other."""
 
     def __init__(self, path: Path) -> None:
-        """Raises TokenloomError(INVALID_REQUEST) when the file cannot be written."""
+        """Raises TokenloomError(INVALID_REQUEST) when the file cannot be written, or another worker writes to it."""
         try:
             self._file = path.open("ab", buffering=0)
+            if path.is_file():
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, f"--record-steps {path}: another worker writes to it") from error
         except OSError as error:
             raise TokenloomError(ErrorCode.INVALID_REQUEST, f"--record-steps {path}: {error.strerror}") from error
 
     def write(self, step: LoggedStep) -> None:
-        """Appends a step. Raises OSError, of a full disk for one."""
+        """Appends a step. Raises OSError, of a full disk for one; what was written of the step is then taken back."""
         batch = step.batch.SerializeToString() if step.batch is not None else b""
         result = step.result.SerializeToString()
-        self._file.write(_HEAD.pack(step.began_ns, len(batch), len(result)) + batch + result)
+        entry = _HEAD.pack(step.began_ns, len(batch), len(result)) + batch + result
+        written = self._file.write(entry)
+        if written < len(entry):
+            self._file.truncate(self._file.tell() - written)
+            raise OSError(errno.ENOSPC, f"{written} of {len(entry)} bytes were written")
 
     def close(self) -> None:
         """Ends the file."""

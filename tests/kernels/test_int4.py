@@ -21,9 +21,8 @@ from tests.support.quantized import grouped, per_channel
 SHAPE = Shapes(HeadShape(4, 2, 16), hidden=64, inner=96, vocabulary=70, layers=2, bias=True)
 MAKERS = {
     "int8": per_channel,
-    "q8_0": lambda weight: grouped(weight, 8),
-    "q4_0": lambda weight: grouped(weight, 4),
-    "q4_1": lambda weight: grouped(weight, 4, minimums=True),
+    "q4_0": grouped,
+    "q4_1": lambda weight: grouped(weight, minimums=True),
 }
 
 
@@ -67,7 +66,7 @@ def test_the_greatest_products_do_not_saturate(integer_ops: CpuOps, activation: 
 
 @pytest.mark.parametrize("with_minimums", [False, True])
 def test_scales_minimums_and_bias_are_applied(integer_ops: CpuOps, with_minimums: bool):
-    weight, bias, x = grouped(randn(50, 96, seed=1), 4, minimums=with_minimums), randn(50, seed=2), whole_numbers(9, 96)
+    weight, bias, x = grouped(randn(50, 96, seed=1), minimums=with_minimums), randn(50, seed=2), whole_numbers(9, 96)
     expected = torch.nn.functional.linear(x.double(), weight.dequantized().double(), bias.double())
     torch.testing.assert_close(product(integer_ops, weight, x, bias).double(), expected, atol=2e-3, rtol=1e-5)
 
@@ -82,7 +81,7 @@ def test_scales_of_16_bits_are_read_as_they_are(integer_ops: CpuOps, scale: floa
 
 
 def test_a_row_has_the_same_bits_for_every_number_of_rows_and_threads(integer_ops: CpuOps):
-    x, packed = randn(40, 192, seed=4), integer_ops.pack_linear(grouped(randn(80, 192, seed=5), 4, minimums=True), randn(80, seed=6))
+    x, packed = randn(40, 192, seed=4), integer_ops.pack_linear(grouped(randn(80, 192, seed=5), minimums=True), randn(80, seed=6))
     whole = apply(integer_ops, lambda ops, value: ops.linear(value, packed), x)
     for rows in range(1, 41):
         assert torch.equal(apply(integer_ops, lambda ops, value: ops.linear(value, packed), x[:rows].contiguous()), whole[:rows])

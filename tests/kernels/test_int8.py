@@ -27,8 +27,8 @@ def whole_numbers(rows: int, inputs: int) -> torch.Tensor:
     return torch.from_numpy(x).float()
 
 
-def of_ones(codes: np.ndarray, bits: int = 8, groups: int = 1) -> QuantizedWeight:
-    return QuantizedWeight(bits, torch.from_numpy(codes.astype(np.int8)), torch.ones(codes.shape[0], groups), None)
+def of_ones(codes: np.ndarray) -> QuantizedWeight:
+    return QuantizedWeight(8, torch.from_numpy(codes.astype(np.int8)), torch.ones(codes.shape[0], 1), None)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (7, 33), (32, 64), (100, 96), (272, 576)], ids=str)
@@ -45,19 +45,16 @@ def test_sums_are_those_of_exact_integer_arithmetic(integer_ops: CpuOps, shape: 
 def test_the_greatest_products_do_not_saturate(integer_ops: CpuOps, weight: int, activation: int):
     codes, x = np.full((33, 128), weight), torch.full((2, 128), float(activation))
     assert (product(integer_ops, of_ones(codes), x) == 128 * weight * activation).all()
-    assert (product(integer_ops, of_ones(codes, groups=4), x) == 128 * weight * activation).all()
 
 
-@pytest.mark.parametrize("make", [per_channel, lambda weight: grouped(weight, 8)], ids=["channel", "groups"])
-def test_scales_and_bias_are_applied(integer_ops: CpuOps, make):
-    weight, bias, x = make(randn(50, 96, seed=1)), randn(50, seed=2), whole_numbers(9, 96)
+def test_scales_and_bias_are_applied(integer_ops: CpuOps):
+    weight, bias, x = per_channel(randn(50, 96, seed=1)), randn(50, seed=2), whole_numbers(9, 96)
     expected = torch.nn.functional.linear(x.double(), weight.dequantized().double(), bias.double())
     torch.testing.assert_close(product(integer_ops, weight, x, bias).double(), expected, atol=1e-3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("make", [per_channel, lambda weight: grouped(weight, 8)], ids=["channel", "groups"])
-def test_a_row_has_the_same_bits_for_every_number_of_rows_and_threads(integer_ops: CpuOps, make):
-    x, weight = randn(40, 192, seed=4), make(randn(80, 192, seed=5))
+def test_a_row_has_the_same_bits_for_every_number_of_rows_and_threads(integer_ops: CpuOps):
+    x, weight = randn(40, 192, seed=4), per_channel(randn(80, 192, seed=5))
     packed = integer_ops.pack_linear(weight, randn(80, seed=6))
     whole = apply(integer_ops, lambda ops, value: ops.linear(value, packed), x)
     for rows in range(1, 41):
@@ -99,11 +96,12 @@ def test_what_is_not_finite_stays_so_and_keeps_to_its_row(integer_ops: CpuOps, v
 
 
 def test_what_the_kernels_have_no_layout_of_is_refused(best: CpuLibrary):
-    ops, weight = CpuOps(best, Team(best, 1)), grouped(randn(8, 64), 8)
+    ops, weight = CpuOps(best, Team(best, 1)), grouped(randn(8, 64))
     for refused in (
-        QuantizedWeight(8, weight.codes, weight.scales, -weight.scales),
-        QuantizedWeight(8, weight.codes, weight.scales[:, :1].repeat(1, 4), None),
-        QuantizedWeight(8, weight.codes, weight.scales * 1e8, None),
+        QuantizedWeight(8, weight.codes, weight.scales, None),
+        QuantizedWeight(8, weight.codes, weight.scales[:, :1], weight.scales[:, :1]),
+        QuantizedWeight(4, weight.codes, weight.scales[:, :1].repeat(1, 4), None),
+        QuantizedWeight(4, weight.codes, weight.scales * 1e8, None),
         QuantizedWeight(5, weight.codes, weight.scales, None),
     ):
         with pytest.raises(TokenloomError, match="weights of integers"):

@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
 
 
-@pytest.fixture(scope="module", params=["avx512", "avx2", "generic"])
+@pytest.fixture(scope="module", params=["avx512vnni", "avx512", "avx2", "generic"])
 def variant(request: pytest.FixtureRequest) -> str:
     try:
         return CpuLibrary(ensure_library(), request.param).variant
@@ -60,7 +60,7 @@ def engines(request: pytest.FixtureRequest, model: Path, variant: str) -> dict[i
         return {threads: load_engine(model, threads=threads, **options) for threads in THREADS}
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=22, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drive=drives)
 def test_logits_have_the_bits_that_they_have_alone(engines: dict[int, Engine], drive: Drive):
     assert_same_bits(engines, drive)

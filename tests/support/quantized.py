@@ -13,12 +13,9 @@ def per_channel(weight: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight(8, (weight / scales).round().to(torch.int8), scales, None)
 
 
-def grouped(weight: torch.Tensor, bits: int, *, minimums: bool = False) -> QuantizedWeight:
-    """8 or 4 bits in groups of GROUP inputs, as GGUF's Q8_0, Q4_0 or Q4_1 (`minimums`); scales and minimums are exact in 16 bits."""
+def grouped(weight: torch.Tensor, *, minimums: bool = False) -> QuantizedWeight:
+    """4 bits in groups of GROUP inputs, as GGUF's Q4_0 or Q4_1 (`minimums`); scales and minimums are exact in 16 bits."""
     groups = weight.view(weight.shape[0], -1, GROUP)
-    if bits == 8:
-        scales = _exact(groups.abs().amax(2) / 127)
-        return QuantizedWeight(8, (groups / scales[:, :, None]).round().clamp(-127, 127).to(torch.int8).view_as(weight), scales, None)
     scales = _exact((groups.amax(2) - groups.amin(2)) / 15)
     least = groups.amin(2).half().float() if minimums else -8 * scales
     codes = ((groups - least[:, :, None]) / scales[:, :, None]).round().clamp(0, 15)

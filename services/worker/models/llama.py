@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
+from libs.errors import TokenloomError
 from libs.models.llama_config import LlamaConfig
 from services.worker.models.rope import rotation_table
 from services.worker.ops.base import HeadShape, LayerCache, Ops, PackedLinear, StepInputs, Value
 from services.worker.ops.quantized import QuantizedWeight, Weight, stacked
 
 # Gives a weight by its Hugging Face name, in the executor's dtype; None where the file has none. Weights of products may be integers. Those
-# of a head that is tied to the embedding are under the head's own name.
+# of a head that is tied to the embedding are under the head's own name; floats under it are not asked for.
 WeightSource = Callable[[str], Weight | None]
 
 
@@ -50,7 +51,7 @@ class Llama:
         self._norm = need("model.norm.weight", (config.hidden_size,))
         tied = config.tie_word_embeddings
         head = need.tied_head(self._embedding) if tied else need.product("lm_head.weight", (config.vocab_size, config.hidden_size))
-        self._head = ops.pack_linear(head, None)
+        self._head = _packed(ops, ["lm_head"], head, None)
 
     def forward(self, inputs: StepInputs, cache: Sequence[LayerCache]) -> Value:
         """Computes every token of the step, writes its K and V into `cache` (one entry a layer); logits, float32 [S, vocabulary]."""
@@ -100,6 +101,14 @@ class _Needed:
         return weight, torch.cat([self(f"{name}.bias", (width,)) for name, width in zip(names, widths, strict=True)])
 
 
+def _packed(ops: Ops, names: Sequence[str], weight: Weight, bias: torch.Tensor | None, *, gated: bool = False) -> PackedLinear:
+    """Raises TokenloomError, with the products' names, for a weight that the executor cannot take."""
+    try:
+        return ops.pack_linear(weight, bias, gated=gated)
+    except TokenloomError as error:
+        raise TokenloomError(error.code, f"{', '.join(names)}: {error.message}") from error
+
+
 def _layer(config: LlamaConfig, need: _Needed, ops: Ops, index: int) -> Layer:
     prefix = f"model.layers.{index}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -107,7 +116,7 @@ def _layer(config: LlamaConfig, need: _Needed, ops: Ops, index: int) -> Layer:
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
 
     def packed(names: Sequence[str], widths: Sequence[int], inputs: int, bias: bool, gated: bool = False) -> PackedLinear:
-        return ops.pack_linear(*need.joined(names, widths, inputs, bias=bias), gated=gated)
+        return _packed(ops, names, *need.joined(names, widths, inputs, bias=bias), gated=gated)
 
     return Layer(
         input_norm=need(f"{prefix}.input_layernorm.weight", (hidden,)),

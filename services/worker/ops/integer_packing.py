@@ -22,8 +22,7 @@ class Format(enum.IntEnum):
     """Layouts; the numbers are those of kernels.h's IntegerFormat."""
 
     CHANNEL8 = 0
-    GROUP8 = 1
-    GROUP4 = 2
+    GROUP4 = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,8 @@ class IntegerPanels:
 
 
 def pack_integers(weight: QuantizedWeight, bias: torch.Tensor | None, memory: WeightMemory, *, gated: bool = False) -> IntegerPanels:
-    """Copies a weight into panels in `memory`. Scales and minimums of groups are rounded to 16 bits, which GGUF's have anyway.
+    """Copies a weight into panels in `memory`. Scales and minimums of groups are rounded to 16 bits: those of Q4_0 and Q4_1 have no more,
+    those of Q4_K change by up to 2^-11 of themselves.
 
     Raises TokenloomError(UNSUPPORTED) for what the kernels have no layout of, and for scales beyond 16 bits; MemoryError.
     """
@@ -62,10 +62,8 @@ def pack_integers(weight: QuantizedWeight, bias: torch.Tensor | None, memory: We
         behind = _bytes(scales.float().view(-1, PANEL))
         panels = torch.cat((groups.flatten(1), behind), dim=1)
     else:
-        parts = [groups, _halves(scales)]
-        if chosen is Format.GROUP4:
-            parts.append(_halves(torch.zeros_like(scales) if weight.minimums is None else filled(weight.minimums)))
-        panels = torch.cat(parts, dim=2).flatten(1)
+        minimums = torch.zeros_like(scales) if weight.minimums is None else filled(weight.minimums)
+        panels = torch.cat((groups, _halves(scales), _halves(minimums)), dim=2).flatten(1)
     return IntegerPanels(chosen, memory.copy(panels), None if bias is None else filled(bias), outputs // (1 + gated), inputs, gated)
 
 
@@ -73,13 +71,11 @@ def _format(weight: QuantizedWeight) -> Format:
     (_, inputs), groups = weight.shape, weight.scales.shape[1]
     if weight.bits == 8 and weight.minimums is None and groups == 1:
         return Format.CHANNEL8
+    if weight.bits != 4:
+        raise _refused(f"{weight.bits} bits in {groups} groups{'' if weight.minimums is None else ' with minimums'}")
     if groups * GROUP != inputs:
         raise _refused(f"{groups} groups of {inputs} inputs; they take groups of {GROUP}")
-    if weight.bits == 8 and weight.minimums is None:
-        return Format.GROUP8
-    if weight.bits == 4:
-        return Format.GROUP4
-    raise _refused(f"{weight.bits} bits with minimums")
+    return Format.GROUP4
 
 
 def _groups(codes: torch.Tensor, chosen: Format) -> torch.Tensor:

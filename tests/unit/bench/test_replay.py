@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from bench.replay import LoneRunner
 from libs.packing import pack_ids, unpack_ids
 from libs.sampling import SamplingParams
 from services.worker.config import WorkerConfig
+from services.worker.engine import Engine
 from services.worker.step_log import LoggedStep
 from tokenloom.worker.v1 import worker_pb2
 
@@ -41,3 +43,19 @@ def test_each_replay_begins_anew_and_computes_the_same(tiny_llama_dir: Path):
     with pytest.raises(RuntimeError, match="step 3 did not run"):
         lone.replay(batches(blocks=0))
     lone.close()
+
+
+def test_a_lease_that_was_cut_runs_as_many_steps_as_it_did(tiny_llama_dir: Path):
+    lone = LoneRunner(WorkerConfig.model_validate({"model": tiny_llama_dir, "kv_cache_memory_bytes": 64 << 20, "threads": 1}))
+    first, then, later = batches()
+    then.batch.lease_steps = 5  # type: ignore[union-attr]
+    assert [step.result.number for step in lone.replay([first, then, later])] == [3, 4, 5]
+    lone.close()
+
+
+def test_the_runner_keeps_to_its_core_as_a_workers_does(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    settled = list[int]()
+    monkeypatch.setattr(Engine, "settle", lambda self: settled.append(threading.get_ident()))
+    LoneRunner(WorkerConfig.model_validate({"model": tiny_llama_dir, "kv_cache_memory_bytes": 64 << 20, "threads": 1})).close()
+    assert settled
+    assert threading.get_ident() not in settled

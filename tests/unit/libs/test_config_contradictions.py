@@ -75,3 +75,12 @@ def test_a_contradiction_between_sources_is_one_too(tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit):
         parse(GatewayConfig, [f"--config={tmp_path}/mesh.yaml"], prog="gateway")
     assert "--uds and --port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", [SchedulerConfig, WorkerConfig])
+def test_the_default_budget_of_a_step_has_a_token_for_every_sequence(config):
+    model = ["--model=m"] if config is WorkerConfig else []
+    settings = parse(config, ["--max-num-seqs=512", *model], prog="service")
+    assert settings.max_num_batched_tokens == 512
+    assert not settings.given("max_num_batched_tokens")
+    assert parse(config, model, prog="service").max_num_batched_tokens == 320

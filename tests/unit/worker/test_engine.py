@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 from bench.perplexity import score
 from libs.errors import ErrorCode, TokenloomError
@@ -91,10 +92,11 @@ def test_weights_in_integers_give_nearly_the_same_log_probabilities(tiny_llama_d
 def test_integers_take_less_of_the_memory_that_weights_and_cache_share():
     config = LlamaConfig(("LlamaForCausalLM",), 64, 2, 4, 2, 16, 128, 272, 1e-5, 1e4, 512, tie_word_embeddings=True)
     products, table = 2 * (64 * 16 * 12 + 3 * 64 * 128), 272 * 64
-    assert weight_bytes(config, torch.float32) == 4 * (products + table)
+    assert weight_bytes(config, torch.float32) == 4 * (products + 2 * table)
+    assert weight_bytes(config, torch.float32, packed=False) == 4 * (products + table)
     assert weight_bytes(config, torch.float32, "int8") == products + 5 * table
-    assert weight_bytes(config, torch.float32, "int4") == products * 3 // 4 + 5 * table
-    assert weight_bytes(config, torch.float32, "int4", integers=False) == 4 * (products + 2 * table)
+    assert weight_bytes(config, torch.float32, "int4") == products * 5 // 8 + 5 * table
+    assert weight_bytes(config, torch.float32, "int4", packed=False) == 4 * (products + 2 * table)
 
 
 def test_weights_that_cannot_be_integers_are_named(copy: Path):
@@ -153,8 +155,21 @@ def test_without_a_compiler_the_reference_serves_and_the_log_says_so(
 
     monkeypatch.setattr(numerics, "ensure_library", no_compiler)
     assert load_engine(tiny_llama_dir).facts.fingerprints.numerics.startswith("reference/")
-    output = capsys.readouterr()
-    assert "no C++ compiler" in output.out + output.err
+    plain = "".join(capsys.readouterr())
+    assert "no C++ compiler" in plain
+    assert "--quantization" not in plain
+    load_engine(tiny_llama_dir, quantization="int8")
+    assert "--quantization brings neither speed nor memory" in "".join(capsys.readouterr())
+
+
+def test_a_tied_models_own_head_is_not_even_read(copy: Path):
+    """It is not served: one that is broken need not be mended."""
+    make_tiny_llama(copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = load_file(copy / "model.safetensors")
+    save_file(weights | {"lm_head.weight": torch.zeros(3, dtype=torch.int32)}, copy / "model.safetensors")
+    load_engine(copy)
 
 
 def test_the_thread_count_is_set_and_defaults_to_the_cpus_of_this_process():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from libs.models.directory import ModelDirectory
 from libs.models.llama_config import LlamaConfig
-from services.worker.ops.quantized import QuantizedWeight
+from services.worker.ops.quantized import QuantizedWeight, stacked
 from services.worker.quantized_reader import QuantizedReader
 from services.worker.quantizing import grouped, per_channel
 from services.worker.weights import gguf_name, open_source, reader
@@ -74,14 +74,18 @@ def test_int4_takes_a_ggufs_blocks_as_they_are_with_rows_in_the_models_order(ope
     assert torch.equal(weight.dequantized(), stored)
 
 
-def test_parts_of_one_product_take_one_form(opened: Opened):
-    """One part in 8 bits: the whole is rounded from floats, what is near 4 bits staying near them."""
+def test_parts_of_one_product_may_come_from_several_types(opened: Opened):
+    """As in GGUFs of Q4_K_M, whose values are Q6_K: what is stored in groups of 4 bits stays so, and the rest is rounded beside it."""
     read = opened("int4", v_proj=GGMLQuantizationType.Q8_0, up_proj=GGMLQuantizationType.F16)
-    for name in (QUERY, KEY, VALUE, GATE, UP):
+    for name in (QUERY, KEY, GATE, DOWN):
+        assert torch.equal(integers(read(name)).dequantized(), read._source.tensor(name)), name
+    for name in (VALUE, UP):
         weight, expected = integers(read(name)), grouped(read._source.tensor(name))
         assert torch.equal(weight.codes, expected.codes), name
         assert torch.equal(weight.scales, expected.scales), name
-    assert torch.equal(integers(read(DOWN)).dequantized(), read._source.tensor(DOWN))
+    parts = [integers(read(name)) for name in (QUERY, KEY, VALUE)]
+    whole = integers(stacked(list(parts)))
+    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
 
 
 def test_int8_has_one_scale_an_output_whatever_is_stored(opened: Opened):

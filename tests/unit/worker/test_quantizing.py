@@ -90,7 +90,7 @@ def test_other_blocks_are_not_groups_of_four_bits():
 
 
 def test_floats_that_were_four_bits_are_found_again():
-    """A GGUF whose joined products are of several types is rounded from its floats: those that were on a grid are to stay on it."""
+    """Of a GGUF that somebody made floats of again: those that were on a grid are to stay on it."""
     stored = blocks(GGMLQuantizationType.Q4_1, 64, 512, 0)
     floats = from_blocks(stored).dequantized()
     again = grouped(floats).dequantized()

@@ -1,5 +1,7 @@
 """What a decode step costs beside the model: work done in Python, calls and memory, counted, so that no clock and no neighbour matters.
 
+A step here goes from staging to commit; reading the batch, writing the answer, metrics and spans are not in it.
+
 A cost has a part for the step and a part for each of its rows, from steps of few and of many. Bounds of a row are what was counted and
 little more, so that a loop over the rows fails; the others stand a third above. Lower them when something has become cheaper.
 """
@@ -61,7 +63,7 @@ LEFT_BYTES = 4096
 
 
 class Decoding:
-    """Rows of a tiny model that have their prompts behind them; `step` is what the worker does for one token of each."""
+    """Rows of a tiny model that have their prompts behind them; `step` stages, executes and commits one token of each."""
 
     def __init__(self, engine: Engine, rows: int, sampling: SamplingParams) -> None:
         self._engine, self._rows = engine, rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,30 @@ def test_a_full_disk_ends_the_recording_and_nothing_else():
     bench.send(2, 1)
     assert bench.result().outcome == worker_pb2.BATCH_OUTCOME_OK
     bench.runner.stop()
+
+
+def test_a_file_that_another_worker_writes_to_is_refused_until_that_one_has_ended(tmp_path: Path):
+    log = StepLog(tmp_path / "steps")
+    with pytest.raises(TokenloomError, match="another worker writes to it"):
+        StepLog(tmp_path / "steps")
+    log.write(logged(1))
+    log.close()
+    after = StepLog(tmp_path / "steps")
+    after.write(logged(2))
+    after.close()
+    assert list(read_steps(tmp_path / "steps")) == [logged(1), logged(2)]
+
+
+def test_a_step_that_is_not_written_whole_is_an_error_and_leaves_nothing(tmp_path: Path):
+    log = StepLog(tmp_path / "steps")
+    log.write(logged(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "steps").stat().st_size + 5, before[1]))
+        with pytest.raises(OSError, match="5 of"):
+            log.write(logged(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.write(logged(3))
+    log.close()
+    assert list(read_steps(tmp_path / "steps")) == [logged(1), logged(3)]

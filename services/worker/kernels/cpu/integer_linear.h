@@ -6,7 +6,6 @@
 //
 // The weight lies in panels of 32 columns, of a panel group after group, of a group eight steps of four inputs:
 //   kChannel8  [32 columns][4 inputs] bytes of code + 128 a step; behind the last group a float32 scale for each column
-//   kGroup8    the same steps; behind each group a scale of 16 bits for each column
 //   kGroup4    [16 columns][4 inputs] bytes a step: the low half is the code, 0 to 15, of this column, the high half that of the column 16
 //              further on; behind each group the columns' scales, then their minimums, of 16 bits
 #pragma once
@@ -34,8 +33,7 @@ constexpr int kIntegerRows = 2;
 
 constexpr int step_bytes(IntegerFormat format) { return format == IntegerFormat::kGroup4 ? kHalfPanel * 4 : kPanel * 4; }
 constexpr int group_bytes(IntegerFormat format) {
-    const int behind = format == IntegerFormat::kGroup4 ? 4 * kPanel : format == IntegerFormat::kGroup8 ? 2 * kPanel : 0;
-    return kSteps * step_bytes(format) + behind;
+    return kSteps * step_bytes(format) + (format == IntegerFormat::kGroup4 ? 4 * kPanel : 0);
 }
 constexpr int panel_end(IntegerFormat format) { return format == IntegerFormat::kChannel8 ? 4 * kPanel : 0; }
 
@@ -92,11 +90,10 @@ TOKENLOOM_INLINE void integer_tile(const tokenloom::IntegerLinear &args, int row
         const uint8_t *behind = weights + kSteps * step_bytes(F) + first * 2;
         for (int j = 0; j < 2; ++j, behind += kHalfPanel * 2) {
             Lanes scale, minimum;
-            if constexpr (F != IntegerFormat::kChannel8) scale = halves_at(behind);
-            if constexpr (F == IntegerFormat::kGroup4) minimum = halves_at(behind + kPanel * 2);
+            if constexpr (F == IntegerFormat::kGroup4) scale = halves_at(behind), minimum = halves_at(behind + kPanel * 2);
             for (int i = 0; i < N; ++i) {
                 Lanes part = __builtin_convertvector(parts[i][j], Lanes);
-                if constexpr (F != IntegerFormat::kChannel8) part *= scale;
+                if constexpr (F == IntegerFormat::kGroup4) part *= scale;
                 sums[i][j] = multiply_add(part, kOne * x.scales[i * width + g], sums[i][j]);
                 if constexpr (F == IntegerFormat::kGroup4) sums[i][j] = multiply_add(minimum, kOne * x.sums[i * width + g], sums[i][j]);
             }
@@ -106,7 +103,7 @@ TOKENLOOM_INLINE void integer_tile(const tokenloom::IntegerLinear &args, int row
         const int column = j * kHalfPanel + first;
         const Lanes bias = args.bias ? TOKENLOOM_CONST_LANES(args.bias + (int64_t)panel * kPanel + column) : kZero;
         for (int i = 0; i < N; ++i) {
-            if constexpr (F != IntegerFormat::kChannel8) sums[i][j] += bias;
+            if constexpr (F == IntegerFormat::kGroup4) sums[i][j] += bias;
             if constexpr (F == IntegerFormat::kChannel8)
                 sums[i][j] = multiply_add(sums[i][j], TOKENLOOM_CONST_LANES((const float *)weights + column), bias);
         }

@@ -79,8 +79,8 @@ struct Quantize {
 };
 
 // How a weight of integers is laid out; see integer_linear.h.
-enum class IntegerFormat : int32_t { kChannel8, kGroup8, kGroup4 };
-constexpr int kIntegerFormats = 3;
+enum class IntegerFormat : int32_t { kChannel8, kGroup4 };
+constexpr int kIntegerFormats = 2;
 
 struct IntegerLinear {
     Epilogue epilogue;

@@ -16,5 +16,5 @@ extern const tokenloom::Variant TOKENLOOM_SYMBOL(TOKENLOOM_ISA);
 const tokenloom::Variant TOKENLOOM_SYMBOL(TOKENLOOM_ISA) = {
     TOKENLOOM_STRING(TOKENLOOM_ISA), gather, linear, norm, rope_cache, attention, attention_spans, attention_merge,
     multiply_add_rounds, read_through, quantize,
-    {integer_linear<IntegerFormat::kChannel8>, integer_linear<IntegerFormat::kGroup8>, integer_linear<IntegerFormat::kGroup4>}, pick,
+    {integer_linear<IntegerFormat::kChannel8>, integer_linear<IntegerFormat::kGroup4>}, pick,
 };
