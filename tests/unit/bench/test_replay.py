@@ -49,7 +49,9 @@ def test_a_lease_that_was_cut_runs_as_many_steps_as_it_did(tiny_llama_dir: Path)
     lone = LoneRunner(WorkerConfig.model_validate({"model": tiny_llama_dir, "kv_cache_memory_bytes": 64 << 20, "threads": 1}))
     first, then, later = batches()
     then.batch.lease_steps = 5  # type: ignore[union-attr]
-    assert [step.result.number for step in lone.replay([first, then, later])] == [3, 4, 5]
+    last = worker_pb2.StepBatch(epoch=9, number=6, predecessor=5, closes=[0])
+    run = lone.replay([first, then, later, LoggedStep(4, last, worker_pb2.StepResult())])
+    assert [(step.result.number, len(step.result.token_counts)) for step in run] == [(3, 1), (4, 1), (5, 1), (6, 0)]
     lone.close()
 
 
