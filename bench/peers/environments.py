@@ -81,7 +81,16 @@ def _finish_llama(env: Path, log: Path) -> dict[str, str]:
     shown = subprocess.run([link, "--version"], capture_output=True, text=True, timeout=60)
     lines = (shown.stdout + shown.stderr).splitlines()
     version = next((line for line in lines if line.startswith("version")), "unknown")
-    return {"llama.cpp": version, "isa": instructions(next(binary.parent.glob("libggml-cpu.so"), binary))}
+    found = instructions(next(binary.parent.glob("libggml-cpu.so"), binary))
+    if found.startswith("0 lines with zmm") and "avx512f" in _cpu_flags():
+        raise InstallError(f"llama.cpp was not compiled for this machine, which has AVX-512: {found}")
+    return {"llama.cpp": version, "isa": found}
+
+
+def _cpu_flags() -> list[str]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
 
 
 def instructions(library: Path) -> str:

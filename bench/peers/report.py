@@ -29,7 +29,8 @@ def markdown(results: Results, machine: Machine, weights: SharedWeights) -> str:
         f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, {machine.system}; "
         f"Python {machine.python}, torch {machine.packages.get('torch', 'unknown')}.",
         *_setting(results),
-        f"Tree {', '.join(results.trees()) or 'unknown'}. Rounds: {len(results.rounds)}, servers one after the other in rotated order.",
+        f"Tree {', '.join(results.trees()) or 'unknown'}. Rounds: {len(results.rounds)}, "
+        "servers one after the other, every second round backwards.",
         f"Model: {weights.model}; every float32 server has the same bits.",
         "Written by `make bench`; docs/benchmarks.md says what each figure means and what is weak in the comparison.",
         "",

@@ -36,8 +36,6 @@ from tools.ports import free_port
 _SETTLE_S = 3.0
 # With 3 rounds and no repeats the comparison takes some 45 minutes of the hour that it may take.
 REPEATS_UNTIL_S = 50 * 60.0
-# Windows that overlap little read the text once and a bit, half as long as bench.perplexity's default takes.
-_STRIDE = 448
 _READY_S, _LOAD_S, _ATTEMPTS = 300.0, 600.0, 2
 Say = Callable[[str], None]
 
@@ -97,7 +95,7 @@ class Comparison:
         model, target = self.words(server, [server.model_word], 0)[0], file.with_suffix(".new")
         file.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "bench.perplexity", model, "--quantization", "none", server.form]
-        done = self._run([*command, "--stride", str(_STRIDE), "--json", str(target)])
+        done = self._run([*command, "--json", str(target)])
         if done.returncode or not target.is_file():
             _write(file, {"failed": done.stderr[-500:]})
             self.say(f"{server.name}: NO PERPLEXITY: {done.stderr[-500:]}")

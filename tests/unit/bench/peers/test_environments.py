@@ -44,6 +44,20 @@ def test_the_instruction_set_of_a_library_is_read_off_its_assembly():
     assert instructions(Path(__file__)) == "0 lines with zmm, 0 lines with ymm"
 
 
+def test_a_llama_without_this_machines_instructions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    server = tmp_path / "llama-server"
+    server.write_text("#!/bin/sh\necho version: 1\n")
+    server.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(environments, "_output", lambda _command: str(server))
+    monkeypatch.setattr(environments, "instructions", lambda _library: "0 lines with zmm, 9 lines with ymm")
+    monkeypatch.setattr(environments, "_cpu_flags", lambda: ["avx2"])
+    assert environments._finish_llama(tmp_path, tmp_path)["llama.cpp"] == "version: 1"
+    monkeypatch.setattr(environments, "_cpu_flags", lambda: ["avx2", "avx512f"])
+    with pytest.raises(InstallError, match="not compiled for this machine"):
+        environments._finish_llama(tmp_path, tmp_path)
+
+
 def test_a_step_that_fails_names_its_log_and_leaves_no_stamp(cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environments, "_PIP", ("-c", "raise SystemExit('no such distribution')"))
     monkeypatch.setattr(environments, "_python", lambda _env: environments.sys.executable)
