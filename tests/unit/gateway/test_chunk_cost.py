@@ -12,7 +12,7 @@ from services.gateway.api.sse import event
 from services.gateway.wanted import Shown
 from tests.support.responses import response_of
 
-# Calls of Python and of native code, from a token on its ticket to the bytes of its chunk; a third above what was counted.
+# Calls of Python and of native code, from a token on its ticket to the bytes of its chunk; a fifth above what was counted.
 MOST_CALLS = 50
 HELLO = 257
 

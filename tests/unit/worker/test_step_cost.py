@@ -3,14 +3,15 @@
 A step here goes from staging to commit; reading the batch, writing the answer, metrics and spans are not in it.
 
 A cost has a part for the step and a part for each of its rows, from steps of few and of many. Bounds of a row are what was counted and
-little more, so that a loop over the rows fails; the others stand a third above. Lower them when something has become cheaper.
+little more, so that a loop over the rows fails; the others stand a fifth above. Lower them when something has become cheaper.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,8 @@ from services.worker.slots import SlotTable, StagedStep
 from tests.unit.worker.helpers import batch, load_engine, opening, row
 
 FEW, MANY = 8, 32
+_ROOT = Path(core_speed.__file__).parents[1]
+OWN_FOLDERS = tuple(f"{_ROOT / name}/" for name in ("bench", "libs", "services"))
 PROMPT, BLOCKS_OF_A_ROW = 12, 4
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=64, temperature=0.0),
@@ -49,10 +52,10 @@ class Cost:
 # Bytecode instructions of this project's Python; calls that it makes, native ones included.
 # Counted on Python 3.11; another version's compiler may need more of them.
 COUNTED = sys.version_info[:2] == (3, 11)
-ROW_INSTRUCTIONS, CORE_ROW_INSTRUCTIONS = (474, 730) if COUNTED else (630, 950)
-INSTRUCTIONS = {"greedy": Cost(3400, ROW_INSTRUCTIONS), "sampled": Cost(4300, ROW_INSTRUCTIONS)}
-CALLS = {"greedy": Cost(275, 15.5), "sampled": Cost(280, 15.5)}
-CORE_INSTRUCTIONS, CORE_CALLS = Cost(1750, CORE_ROW_INSTRUCTIONS), Cost(125, 41)
+ROW_INSTRUCTIONS, CORE_ROW_INSTRUCTIONS = (402, 675) if COUNTED else (530, 890)
+INSTRUCTIONS = {"greedy": Cost(1900, ROW_INSTRUCTIONS), "sampled": Cost(2700, ROW_INSTRUCTIONS)}
+CALLS = {"greedy": Cost(200, 14.5), "sampled": Cost(200, 14.5)}
+CORE_INSTRUCTIONS, CORE_CALLS = Cost(1250, CORE_ROW_INSTRUCTIONS), Cost(105, 39)
 # torch's operations, and bytes of the tensors that they make. A copy of a row's logits has 1,064 bytes here; the smallest
 # product's weight has 8,192.
 OPERATIONS = {"greedy": Cost(12, 0), "sampled": Cost(12, 0)}
@@ -94,18 +97,35 @@ def engine(tiny_llama_dir: Path) -> Engine:
     return load_engine(tiny_llama_dir, threads=1, max_num_seqs=MANY)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_collected() -> Iterator[None]:
+    """A collection runs finalizers of whatever other tests left, and frees memory, in the midst of a count."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def ours(frame: FrameType | None) -> bool:
+    """Whether the code is this project's: what torch and numpy run in Python changes with their versions."""
+    return frame is not None and frame.f_code.co_filename.startswith(OWN_FOLDERS)
+
+
 def instructions_and_calls(work: Callable[[], object]) -> tuple[int, int]:
     """Bytecode instructions of this project's Python that `work` runs, and calls that it makes of anything, native code included."""
-    counted = {"opcode": 0, "call": 0, "c_call": 0}
+    counted = {"opcode": 0, "calls": 0}
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not ours(frame):
+            return None
         if event == "call":
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         counted[event] = counted.get(event, 0) + 1
         return trace
 
-    def profile(_: FrameType, event: str, __: Any) -> None:
-        counted[event] = counted.get(event, 0) + 1
+    def profile(frame: FrameType, event: str, __: Any) -> None:
+        caller = frame.f_back if event == "call" else frame
+        counted["calls"] += event in ("call", "c_call") and ours(caller)
 
     before = sys.gettrace(), sys.getprofile()
     try:
@@ -113,12 +133,11 @@ def instructions_and_calls(work: Callable[[], object]) -> tuple[int, int]:
         work()
         sys.settrace(None)
         sys.setprofile(profile)
-        counted["call"] = 0
         work()
     finally:
         sys.settrace(before[0])
         sys.setprofile(before[1])
-    return counted["opcode"], counted["call"] + counted["c_call"]
+    return counted["opcode"], counted["calls"]
 
 
 class Allocated(TorchDispatchMode):
@@ -166,23 +185,30 @@ def test_a_decode_step_copies_no_weight_and_makes_few_tensors(engine: Engine, ki
     assert made.within(TENSOR_BYTES[kind]), made
 
 
+def held_and_left(decoding: Decoding) -> tuple[int, int]:
+    """Bytes of Python's and numpy's memory that a step holds at most, and what four steps leave. Other threads' count too."""
+    tracemalloc.start()
+    try:
+        decoding.step()
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(4):
+            decoding.step()
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return peak - before, after - before
+
+
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_a_decode_step_leaves_no_memory_behind_and_takes_little(engine: Engine, kind: str):
     held = []
     for rows in (FEW, MANY):
         decoding = Decoding(engine, rows, SAMPLINGS[kind])
-        tracemalloc.start()
-        try:
-            decoding.step()
-            tracemalloc.reset_peak()
-            before = tracemalloc.get_traced_memory()[0]
-            for _ in range(4):
-                decoding.step()
-            after, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert after - before < LEFT_BYTES, f"{rows} rows"
-        held.append(peak - before)
+        # The least of several: a thread that another test left may allocate meanwhile.
+        tries = [held_and_left(decoding) for _ in range(3)]
+        assert min(left for _, left in tries) < LEFT_BYTES, f"{rows} rows"
+        held.append(min(most for most, _ in tries))
     most = cost(*held)
     assert most.within(HELD_BYTES[kind]), most
 
