@@ -56,11 +56,15 @@ def test_a_second_interrupt_while_a_server_ends_leaves_no_process(tmp_path: Path
     assert not root.is_running()
 
 
-def test_settings_of_servers_and_their_libraries_are_not_inherited(monkeypatch: pytest.MonkeyPatch):
+def test_settings_of_servers_and_their_libraries_are_not_inherited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("TOKENLOOM_CPU_ISA", "OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE", "TOKENLOOM_CACHE"):
         monkeypatch.setenv(name, "1")
     assert {name for name in inherited() if name.startswith(("TOKENLOOM", "OMP", "VLLM"))} == {"TOKENLOOM_CACHE"}
     assert "PATH" in inherited()
+    shown = "import os; print(os.environ.get('OMP_NUM_THREADS'), os.environ['VLLM_CPU_KVCACHE_SPACE'], flush=True)"
+    with ServerProcess([sys.executable, "-c", shown], {"VLLM_CPU_KVCACHE_SPACE": "4"}, tmp_path / "log") as process:
+        process._popen.wait(60)
+    assert (tmp_path / "log").read_text().split() == ["None", "4"]
 
 
 def test_a_port_without_a_listener_does_not_answer():
