@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from services.worker.ops.native import CpuLibrary
+from services.worker.ops.weight_memory import WeightMemory
 
 _ROUNDS = 8_000_000
 # Far more than any cache.
@@ -31,7 +32,7 @@ class Limits:
 
 def measure_limits(library: CpuLibrary, threads: int, tries: int = 3) -> Limits:
     """The best of `tries` runs of each loop, on `threads` threads at a time. Takes about half a second and 256 MiB."""
-    floats = torch.ones(_READ_FLOATS)
+    floats = WeightMemory().copy(torch.ones(1).expand(_READ_FLOATS))  # in large pages, as weights lie
     share = _READ_FLOATS // threads
     library.calls.tokenloom_multiply_add_rounds.restype = ctypes.c_double
 

@@ -23,10 +23,13 @@ def best(library: Path) -> CpuLibrary:
     return CpuLibrary(library)
 
 
-@pytest.fixture(scope="session", params=["", "avx2", "generic"])
+@pytest.fixture(scope="session", params=["", "avx512", "avx2", "generic"])
 def ops(request: pytest.FixtureRequest, library: Path) -> CpuOps:
     """With the best instruction set, and with those of other machines."""
-    return _ops(library, request.param)
+    chosen = _ops(library, request.param)
+    if request.param and chosen._library.variant == CpuLibrary(library).variant:
+        pytest.skip("the best instruction set once more")
+    return chosen
 
 
 @pytest.fixture(scope="session", params=["avx512vnni", "avx512", "avx2", "generic"])

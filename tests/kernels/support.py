@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +12,7 @@ import torch
 
 from services.worker.ops.base import Forward, HeadShape, LayerCache, Ops, StepInputs, Value
 from services.worker.ops.reference import ReferenceOps
+from services.worker.ops.weight_memory import WeightMemory
 
 BLOCK = 16
 POSITIONS = 512
@@ -26,6 +29,24 @@ def empty_cache(blocks: int, heads: HeadShape) -> LayerCache:
     """A cache in which everything that is not written is NaN, so that a read of it shows."""
     keys = torch.full((blocks, heads.kv_heads, heads.head_dim, BLOCK), float("nan")).transpose(2, 3)
     return LayerCache(keys, torch.full((blocks, heads.kv_heads, BLOCK, heads.head_dim), float("nan")))
+
+
+def at_the_end(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, contiguous, behind whose last byte lies a page that must not be touched: whoever reads on ends the process."""
+    size = tensor.numel() * tensor.element_size()
+    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = mmap.mmap(-1, whole + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    guard = ctypes.c_void_p(memory.data_ptr() + whole)
+    assert ctypes.CDLL(None).mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0  # PROT_NONE
+    return memory[whole - size : whole].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+class GuardedMemory(WeightMemory):
+    """Puts each weight at the end of what may be read."""
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return at_the_end(tensor)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,16 @@ def ragged(seed: int) -> tuple[Sequences, list[tuple[int, int, int]]]:
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_ragged_batches_match_the_reference_and_so_does_the_cache(ops: CpuOps, heads: HeadShape, seed: int):
-    known, rows = ragged(seed)
+    _compare(ops, heads, *ragged(seed))
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_rows_of_several_spans_match_the_reference(ops: CpuOps, heads: HeadShape):
+    """A span is 256 positions: rows that end one behind it, in the second one and just before its end."""
+    _compare(ops, heads, sequences([257, 300, 511], VOCABULARY, seed=8), [(0, 256, 1), (1, 230, 70), (2, 495, 16)])
+
+
+def _compare(ops: CpuOps, heads: HeadShape, known: Sequences, rows: list[tuple[int, int, int]]) -> None:
     ours, theirs = (Attending(which, heads, known.num_blocks) for which in (ops, REFERENCE))
     before = [(at, 0, start) for at, start, _ in rows if start]
     for step in (before, rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -72,7 +73,22 @@ def test_no_instruction_set_has_vectors_wider_than_its_registers(isa: str, tmp_p
     compiler = find_compiler()
     if "Free Software Foundation" not in subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout:
         pytest.skip("only GCC tells")
-    flags = [*FLAGS, *variants()[isa], f"-DTOKENLOOM_ISA={isa}", "-Werror=vector-operation-performance"]
-    command = [*compiler, *flags, "-c", str(SOURCES / "variant.cpp"), "-o", str(tmp_path / "variant.o")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = _compile(compiler, isa, tmp_path / "variant.o", "-Werror=vector-operation-performance")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("isa", sorted(variants()))
+def test_an_instruction_set_shares_no_function_with_the_others(isa: str, tmp_path: Path):
+    """Of equal weak functions the linker keeps any one: a machine without AVX-512 would get that of AVX-512."""
+    if shutil.which("nm") is None:
+        pytest.skip("no nm")
+    assert _compile(find_compiler(), isa, tmp_path / "variant.o").returncode == 0
+    listed = subprocess.run(["nm", "-C", tmp_path / "variant.o"], capture_output=True, text=True, check=True).stdout
+    assert f"tokenloom_variant_{isa}" in listed
+    assert not re.findall(r"^[0-9a-f]+ [VvWwu] .*", listed, re.MULTILINE)
+
+
+def _compile(compiler: list[str], isa: str, to: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    flags = [*FLAGS, *variants()[isa], f"-DTOKENLOOM_ISA={isa}", *more]
+    command = [*compiler, *flags, "-c", str(SOURCES / "variant.cpp"), "-o", str(to)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from libs.errors import TokenloomError
 from services.worker.ops.cpu import CpuOps
-from services.worker.ops.native import Team
+from services.worker.ops.native import CpuLibrary, Team
 from tests.kernels.support import REFERENCE, apply, one_row_each, randn
+from tests.support.quantized import per_channel
 
 
 @pytest.mark.parametrize("shape", [(32, 16), (96, 576), (100, 33), (1, 5), (272, 64)], ids=str)
@@ -31,6 +33,22 @@ def test_a_row_of_a_product_has_the_same_bits_for_every_number_of_rows_and_every
         cut = CpuOps(ops._library, Team(ops._library, threads))
         for rows in (*range(1, 41), 63, 64, 65, 100, 158):
             assert torch.equal(_product(cut, weight, x[:rows].contiguous(), gated), whole[:rows])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_weight_may_lie_in_any_order(ops: CpuOps, gated: bool):
+    x, weight = randn(3, 50, seed=1), randn(64, 50, seed=2)
+    assert torch.equal(_product(ops, weight.t().contiguous().t(), x, gated), _product(ops, weight, x, gated))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [torch.zeros(32), torch.zeros(63), torch.zeros(64, 1), torch.zeros(64, dtype=torch.float64)])
+def test_a_bias_of_another_shape_or_type_is_refused(best: CpuLibrary, bias: torch.Tensor, gated: bool):
+    """It would be read beyond its end."""
+    ops = CpuOps(best, Team(best, 1))
+    for weight in (torch.zeros(64, 32), per_channel(torch.zeros(64, 32))):
+        with pytest.raises(TokenloomError, match="bias"):
+            ops.pack_linear(weight, bias, gated=gated)
 
 
 def test_sums_are_those_of_blocks_of_256_inputs(ops: CpuOps):

@@ -10,6 +10,7 @@ import torch
 from bench.limits import measure_limits
 from services.worker.ops.cpu import CpuOps
 from services.worker.ops.native import CpuLibrary
+from tests.kernels.support import at_the_end
 
 
 def test_the_loop_on_registers_says_how_many_operations_it_did(ops: CpuOps):
@@ -19,9 +20,9 @@ def test_the_loop_on_registers_says_how_many_operations_it_did(ops: CpuOps):
     assert rounds(ops._library.handle, ctypes.c_int64(1000)) == 2 * 1000 * 12 * lanes
 
 
-@pytest.mark.parametrize("count", [0, 15, 16, 1000])
+@pytest.mark.parametrize("count", [0, 15, 16, 1000, 1024])
 def test_reading_ends_within_what_there_is(ops: CpuOps, count: int):
-    floats = torch.ones(count)
+    floats = at_the_end(torch.ones(count))
     ops._library.calls.tokenloom_read_through(ops._library.handle, ctypes.c_void_p(floats.data_ptr()), ctypes.c_int64(count))
 
 

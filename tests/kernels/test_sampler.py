@@ -78,6 +78,15 @@ def test_a_temperature_that_makes_all_logits_infinite_takes_the_greatest(ops: Cp
     assert ops.picker()(logits, tiny).tokens[0] == logits.argmax()
 
 
+@pytest.mark.parametrize("column", ["temperature", "top_p", "min_p", "uniforms", "top_k"])
+def test_a_column_of_another_type_is_refused(ops: CpuOps, column: str):
+    """Its bytes would be read as other numbers, and beyond its end."""
+    parameters = table([(1.0, 3, 0.9, 0.0, 0.5)])
+    object.__setattr__(parameters, column, getattr(parameters, column).astype(np.float32))
+    with pytest.raises(ValueError, match="float32"):
+        ops.picker()(torch.zeros(1, 9), parameters)
+
+
 def test_logits_of_another_type_are_refused(ops: CpuOps):
     with pytest.raises(ValueError, match="float64"):
         ops.picker()(torch.zeros(1, 700, dtype=torch.float64), table([(0.0, 0, 1.0, 0.0, 0.5)]))

@@ -40,6 +40,20 @@ def test_more_than_an_area_holds_goes_to_another_and_lives_as_long_as_it_is_need
     assert all(map(torch.equal, given, taken))
 
 
+def test_a_large_one_has_an_area_of_its_size_and_the_small_ones_go_on_where_they_were(monkeypatch: pytest.MonkeyPatch):
+    """In areas of one size, tensors over half of it would waste nearly as many addresses as they use."""
+    sizes = []
+    new_area = weight_memory._area
+    monkeypatch.setattr(weight_memory, "_AREA_BYTES", 4096)
+    monkeypatch.setattr(weight_memory, "_area", lambda size: (sizes.append(size), new_area(size))[1])
+    memory = WeightMemory()
+    given = [torch.rand(size) for size in (8, 600, 8)]
+    first, large, second = (memory.copy(tensor) for tensor in given)
+    assert sizes == [4096, 2400]
+    assert second.data_ptr() - first.data_ptr() == 64
+    assert all(map(torch.equal, given, (first, large, second)))
+
+
 def test_the_system_is_asked_for_huge_pages_and_may_refuse(monkeypatch: pytest.MonkeyPatch):
     asked = []
 

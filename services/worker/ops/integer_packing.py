@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from libs.errors import ErrorCode, TokenloomError
-from services.worker.ops.packing import PANEL, paired
+from services.worker.ops.packing import PANEL, check_bias, paired
 from services.worker.ops.quantized import GROUP, QuantizedWeight
 from services.worker.ops.weight_memory import WeightMemory
 
@@ -53,8 +53,7 @@ def pack_integers(weight: QuantizedWeight, bias: torch.Tensor | None, memory: We
     """
     outputs, inputs = weight.shape
     chosen = _format(weight)
-    if bias is not None and bias.dtype is not torch.float32:
-        raise _refused(f"a bias of {bias.dtype}")
+    check_bias(bias, outputs)
     filled = paired if gated else _padded
     codes, scales = filled(weight.codes), filled(weight.scales)
     groups = _groups(functional.pad(codes, (0, -inputs % GROUP)), chosen)
@@ -64,7 +63,8 @@ def pack_integers(weight: QuantizedWeight, bias: torch.Tensor | None, memory: We
     else:
         minimums = torch.zeros_like(scales) if weight.minimums is None else filled(weight.minimums)
         panels = torch.cat((groups, _halves(scales), _halves(minimums)), dim=2).flatten(1)
-    return IntegerPanels(chosen, memory.copy(panels), None if bias is None else filled(bias), outputs // (1 + gated), inputs, gated)
+    padded = None if bias is None else filled(bias).contiguous()
+    return IntegerPanels(chosen, memory.copy(panels), padded, outputs // (1 + gated), inputs, gated)
 
 
 def _format(weight: QuantizedWeight) -> Format:

@@ -165,7 +165,8 @@ class Program:
     def again(self, picked: torch.Tensor) -> torch.Tensor:
         """The result for other tokens of the step that ran last (int64 [S]; see Step): what follows their picking runs once more.
 
-        Raises ValueError for tokens that were not in it, for too many, and where the result is not one row for each picked token.
+        Raises ValueError for tokens that were not in it, for too many, and where the result is not one row for each picked token;
+        MemoryError.
         """
         if not self._has_run or not self._repeats:
             raise ValueError("no step has run, or its last operations are not those of picked tokens alone")
@@ -175,6 +176,8 @@ class Program:
         out, fault = self._output(count), ctypes.c_char_p()
         at = ctypes.c_void_p(_at(picked, torch.int64, (count,)))
         outcome = self._calls.tokenloom_program_again(self._handle, at, count, ctypes.c_void_p(out.data_ptr()), ctypes.byref(fault))
+        if outcome == _NO_MEMORY:
+            raise MemoryError(f"no memory for {count} tokens picked again")
         if outcome != _DONE:
             raise ValueError(f"these tokens cannot be picked: {(fault.value or b'').decode()}")
         return out
@@ -262,19 +265,23 @@ class Sampler:
         if logits.dtype is not torch.float32 or (count and logits.stride(1) != 1):
             raise ValueError(f"logits of type {logits.dtype} or layout {logits.stride()}")
         picked = Picked(np.empty(count, np.int64), np.empty(count, np.bool_))
-        columns = (rows.temperature, rows.top_p, rows.min_p, rows.uniforms, rows.top_k, sound, picked.tokens, picked.finite)
-        pick = _Pick(logits.data_ptr(), logits.stride(0), vocabulary, count, *(_of(column, count) for column in columns))
+        addresses = (
+            *(_of(column, np.float64, count) for column in (rows.temperature, rows.top_p, rows.min_p, rows.uniforms)),
+            _of(rows.top_k, np.int64, count),
+            None if sound is None else _of(sound, np.bool_, count),
+            _of(picked.tokens, np.int64, count),
+            _of(picked.finite, np.bool_, count),
+        )
+        pick = _Pick(logits.data_ptr(), logits.stride(0), vocabulary, count, *addresses)
         if self._calls.tokenloom_sampler_run(self._handle, ctypes.byref(pick)) == _NO_MEMORY:
             raise MemoryError(f"no memory to draw from {vocabulary} ids")
         return picked
 
 
-def _of(column: npt.NDArray[Any] | None, count: int) -> int | None:
-    """The address of a column of `count` entries. Raises ValueError for another length or layout."""
-    if column is None:
-        return None
-    if column.shape != (count,) or not column.flags.c_contiguous:
-        raise ValueError(f"a column of shape {column.shape} for {count} rows")
+def _of(column: npt.NDArray[Any], dtype: type[np.generic], count: int) -> int:
+    """The address of a column of `count` entries. Raises ValueError for another type, length or layout."""
+    if column.dtype != dtype or column.shape != (count,) or not column.flags.c_contiguous:
+        raise ValueError(f"a column of type {column.dtype} and shape {column.shape} where {count} of {np.dtype(dtype)} are wanted")
     return int(column.ctypes.data)
 
 

@@ -36,8 +36,16 @@ def paired(tensor: torch.Tensor) -> torch.Tensor:
     half, rest = tensor.shape[0] // 2, tensor.shape[1:]
     panels = -(-half // (PANEL // 2))
     filled = tensor.new_zeros(2, panels * (PANEL // 2), *rest)
-    filled[:, :half] = tensor.view(2, half, *rest)
+    filled[:, :half] = tensor.reshape(2, half, *rest)
     return filled.view(2, panels, PANEL // 2, *rest).transpose(0, 1).reshape(panels * PANEL, *rest)
+
+
+def check_bias(bias: torch.Tensor | None, outputs: int) -> None:
+    """Raises TokenloomError(UNSUPPORTED) for a bias that is not float32 [outputs] of the weight, both halves of a gated one."""
+    if bias is not None and (bias.dtype is not torch.float32 or bias.shape != (outputs,)):
+        raise TokenloomError(
+            ErrorCode.UNSUPPORTED, f"the C++ kernels take a bias of float32 [{outputs}], not {bias.dtype} {list(bias.shape)}"
+        )
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory, *, gated: bool = False) -> Panels:
@@ -45,14 +53,15 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, memory: WeightMemory, 
 
     Raises TokenloomError(UNSUPPORTED) and MemoryError.
     """
-    if weight.dtype is not torch.float32 or (bias is not None and bias.dtype is not torch.float32):
+    if weight.dtype is not torch.float32:
         raise TokenloomError(ErrorCode.UNSUPPORTED, f"the C++ kernels take weights of float32, not {weight.dtype}")
     outputs, inputs = weight.shape
+    check_bias(bias, outputs)
     if gated:
         outputs, weight, bias = outputs // 2, paired(weight), None if bias is None else paired(bias)
     missing = -weight.shape[0] % PANEL
     if missing:
         weight = torch.nn.functional.pad(weight, (0, 0, 0, missing))
         bias = None if bias is None else torch.nn.functional.pad(bias, (0, missing))
-    panels = memory.copy(weight.view(-1, PANEL, inputs).transpose(1, 2))
+    panels = memory.copy(weight.reshape(-1, PANEL, inputs).transpose(1, 2))
     return Panels(panels, None if bias is None else bias.contiguous(), outputs, inputs, gated)

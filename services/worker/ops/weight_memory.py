@@ -1,4 +1,4 @@
-"""Memory for packed weights: one behind the other, in huge pages where the system has them.
+"""Memory for packed weights: one behind the other, large ones by themselves, in huge pages where the system has them.
 
 A step reads all weights once. In pages of 4 KiB that asks for an address translation every 64 lines, and the hardware's reading ahead stops
 at each page's end: on an AMD EPYC a decode step of one row took 21 ms, and 16 ms in pages of 2 MiB. The KV cache stays as it is: there
@@ -29,11 +29,16 @@ class WeightMemory:
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same numbers in this memory, contiguous, at a multiple of 64 bytes. Raises MemoryError."""
         size = tensor.numel() * tensor.element_size()
+        return self._take(size).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def _take(self, size: int) -> torch.Tensor:
+        if size > _AREA_BYTES // 2:  # an area of its own: such ones, one after the other, would leave half of the addresses unused
+            return _area(size)[:size]
         if self._used + size > self._area.numel():
-            self._area, self._used = _area(max(size, _AREA_BYTES)), 0
-        place = self._area[self._used : self._used + size].view(tensor.dtype).view(tensor.shape)
+            self._area, self._used = _area(_AREA_BYTES), 0
+        place = self._area[self._used : self._used + size]
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return place.copy_(tensor)
+        return place
 
 
 def _area(size: int) -> torch.Tensor:

@@ -31,6 +31,24 @@ def test_a_finding_names_its_place():
 
 
 @pytest.mark.parametrize(
+    "head", ["int long_one(int a) {", "template <int N>\nvoid long_one(int a,\n        int b) {", "A::long_one(int a)\n    : a_(a) {"]
+)
+@pytest.mark.parametrize(("lines", "fails"), [(50, None), (51, False), (80, False), (81, True)])
+def test_a_function_of_cpp_is_measured_as_one_of_python(head, lines, fails):
+    lines -= head.count("\n") - head.count("template")
+    text = f"namespace {{\n\nint f() {{ return 1; }}\nint g(int);\n\n{head}\n" + "    x = 1;\n" * (lines - 2) + "}\n\n}  // namespace\n"
+    findings = list(check_size("kernel.h", text))
+    assert [finding.fails for finding in findings] == ([] if fails is None else [fails])
+    assert all("long_one" in finding.place for finding in findings)
+
+
+@pytest.mark.parametrize(("columns", "found"), [(140, 0), (141, 1)])
+def test_lines_of_cpp_have_at_most_140_columns(columns, found):
+    assert len(list(check_size("kernel.h", "x" * columns + "\n"))) == found
+    assert list(check_size("a.py", "x" * columns + " = 1\n")) == []
+
+
+@pytest.mark.parametrize(
     ("path", "text", "words"),
     [
         ("libs/stubs/tokenloom/__init__.py", '"""Made."""', "must not be committed"),

@@ -1,20 +1,21 @@
 // Paged causal attention over a ragged batch.
 //
-// A call is one KV head of a tile of one row's query tokens: up to kTileRows (token, query head) pairs, which read the same keys and values.
+// A call is one KV head of a tile of one row's query tokens: up to kTileRows (token, query head) pairs, which read the same keys and
+// values.
 //
 // A sequence is cut into spans of kSpan positions, and what a query sees of a span is computed by itself: a maximum, a sum of weights and a
-// weighted sum of values. Spans are merged in rising order (Flash-Decoding, Dao et al. 2023), so that threads may share a long sequence. Within
-// a span scores are folded in by stretches of kStretch positions (the online softmax of Milakov and Gimelshein 2018, arranged as in
-// FlashAttention, Dao et al. 2022). Spans and stretches belong to positions of the sequence, not to tiles, chunks or threads: who computes what
-// changes no bit of a result.
+// weighted sum of values. Spans are merged in rising order (Flash-Decoding, Dao et al. 2023), so that threads may share a long sequence.
+// Within a span scores are folded in by stretches of kStretch positions (the online softmax of Milakov and Gimelshein 2018, arranged as in
+// FlashAttention, Dao et al. 2022). Spans and stretches belong to positions of the sequence, not to tiles, chunks or threads: who computes
+// what changes no bit of a result.
 //
 // Keys of a block are stored with the tokens side by side ([D, 16]) and values with the dimensions side by side ([16, D]), so that both
-// products are the same loop: a broadcast number times others side by side, with no sum across lanes. A register tile has kAttentionRows rows
-// and kAcross registers.
+// products are the same loop: a broadcast number times others side by side, with no sum across lanes. A register tile has kAttentionRows
+// rows and kAcross registers.
 //
-// A query's result depends on its own sequence up to its own position alone: sums follow dimensions and positions one by one, and no product
-// reads a value beyond the query's position. A weight of zero would not do there: zero times a value that is not finite is NaN, and an earlier
-// token's block may be another request's prefix.
+// A query's result depends on its own sequence up to its own position alone: sums follow dimensions and positions one by one, and no
+// product reads a value beyond the query's position. A weight of zero would not do there: zero times a value that is not finite is NaN, and
+// an earlier token's block may be another request's prefix.
 
 #pragma once
 
@@ -101,7 +102,7 @@ TOKENLOOM_INLINE void score(Tile &tile, int row, int block) {
         for (int j = 0; kFetch && j < kBlocks; ++j) __builtin_prefetch(next[j] + d * kBlock, 0, 2);
         for (int i = 0; i < N; ++i) {
             const float query = queries[i];
-            for (int j = 0; j < registers; ++j) sums[i][j] += query * key[j];
+            for (int j = 0; j < registers; ++j) sums[i][j] = multiply_add(query, key[j], sums[i][j]);
         }
     }
     float *scores = tile.weights + row * kStretch + block * kBlock;
@@ -144,24 +145,24 @@ TOKENLOOM_INLINE IntLanes lane_numbers() {
     return numbers;
 }
 
-// 2 to the power of x for x <= 0, within 1.5 units in the last place: exactly 1 at 0, 0 below -126.5. NaN stays NaN. The polynomial of degree 5
-// has the least relative error from -1/2 to 1/2 of those that are 1 at 0.
+// 2 to the power of x for x <= 0, within 1.5 units in the last place: exactly 1 at 0, 0 below -126.5. NaN stays NaN. The polynomial of
+// degree 5 has the least relative error from -1/2 to 1/2 of those that are 1 at 0.
 TOKENLOOM_INLINE void exp2_in_place(Lanes *value) {
     const Lanes floor = -127.0f * kOne, x = floor > *value ? floor : *value;
-    const float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23: a number added to it is rounded to an integer in its low bits, here an exponent's
+    const float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23: what is added to it is rounded to an integer, here an exponent
     const Lanes shifted = x + magic;
     const Lanes r = x - (shifted - magic);
-    Lanes p = r * 1.326469821e-3f + 9.671509266e-3f;
-    p = p * r + 5.550733954e-2f;
-    p = p * r + 2.402224243e-1f;
-    p = p * r + 6.931470037e-1f;
-    p = p * r + 1.0f;
+    Lanes p = multiply_add(r, 1.326469821e-3f, 9.671509266e-3f);
+    p = multiply_add(p, r, 5.550733954e-2f);
+    p = multiply_add(p, r, 2.402224243e-1f);
+    p = multiply_add(p, r, 6.931470037e-1f);
+    p = multiply_add(p, r, 1.0f);
     *value = p * (Lanes)((IntLanes)shifted << 23);
 }
 
-// Turns a row's scores of a stretch into weights, the first `seen` (at least 1) of them not zero, and rescales what the row has of the span so
-// far. Never inlined: one piece of code, so that the compiler contracts its sums in one way whatever the call.
-__attribute__((noinline)) void soften(Tile &tile, const Seen &span, int row, int seen) {
+// Turns a row's scores of a stretch into weights, the first `seen` (at least 1) of them not zero, and rescales what the row has of the span
+// so far.
+void soften(Tile &tile, const Seen &span, int row, int seen) {
     float *weights = tile.weights + row * kStretch, *sums = tile.sums + row * kLanes;
     for (int at = 0; seen < kStretch && at < kStretch; at += kLanes)
         TOKENLOOM_LANES(weights + at) = lane_numbers() < seen - at ? TOKENLOOM_LANES(weights + at) : kNothing * kOne;
@@ -204,7 +205,7 @@ TOKENLOOM_INLINE void weigh(const Tile &tile, float *out, int row, int column, i
             for (int j = 0; kFetch && j < kRegisters * kLanes; j += 16) __builtin_prefetch(next + j, 0, 2);
             for (int i = 0; i < N; ++i) {
                 const float weight = weights[i * kStretch + at];
-                for (int j = 0; j < kRegisters; ++j) sums[i][j] += weight * value[j];
+                for (int j = 0; j < kRegisters; ++j) sums[i][j] = multiply_add(weight, value[j], sums[i][j]);
             }
         }
     }
@@ -271,7 +272,7 @@ void attend(const tokenloom::Attention &args, Tile &tile, const tokenloom::Query
 }
 
 // Adds what the rows see of a span to what they saw before it. Rows that end before the span stay as they are, to the bit.
-__attribute__((noinline)) void merge(const Tile &tile, const Seen &total, const Seen &part, int span) {
+void merge(const Tile &tile, const Seen &total, const Seen &part, int span) {
     for (int row = 0; row < tile.rows; ++row) {
         if (tile.seen(row, span * kSpan) <= 0) continue;
         const float before = total.maximum[row], other = part.maximum[row], best = other > before ? other : before;
@@ -283,7 +284,7 @@ __attribute__((noinline)) void merge(const Tile &tile, const Seen &total, const 
         float *out = total.out + row * tile.dim;
         const float *more = part.out + row * tile.dim;
         for (int d = 0; d < tile.dim; d += kLanes)
-            TOKENLOOM_LANES(out + d) = TOKENLOOM_LANES(out + d) * old + TOKENLOOM_CONST_LANES(more + d) * fresh;
+            TOKENLOOM_LANES(out + d) = multiply_add(TOKENLOOM_LANES(out + d), old, TOKENLOOM_CONST_LANES(more + d) * fresh);
     }
 }
 

@@ -23,7 +23,7 @@ from libs.models.cache import default_cache_dir, ensure_entry
 LIBRARY = "libtokenloom_cpu.so"
 _SEAL = f"{LIBRARY}.sha256"
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi")
 _AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mfma", "-mprefer-vector-width=512")
 _VARIANTS = {
     "x86_64": {

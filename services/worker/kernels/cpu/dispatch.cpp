@@ -28,7 +28,8 @@ bool supported(const char *name) {
                         __builtin_cpu_supports("avx512bw");
     if (std::strcmp(name, "avx512vnni") == 0) return avx512 && __builtin_cpu_supports("avx512vnni");
     if (std::strcmp(name, "avx512") == 0) return avx512;
-    if (std::strcmp(name, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (std::strcmp(name, "avx2") == 0) return avx2;
 #endif
     return std::strcmp(name, "generic") == 0;
 }
@@ -61,7 +62,8 @@ TOKENLOOM_API void tokenloom_read_through(const tokenloom::Variant *variant, con
     variant->read_through(from, count);
 }
 
-// A team of `size` threads, the caller's included, each on one of `cores` unless they are null; null where the system gives no more threads.
+// A team of `size` threads, the caller's included, each on one of `cores` unless they are null; null where the system gives no more
+// threads.
 TOKENLOOM_API tokenloom::Team *tokenloom_team_create(int size, const int32_t *cores) {
     try {
         return new tokenloom::Team(size, cores);
@@ -98,11 +100,15 @@ TOKENLOOM_API int tokenloom_program_run(tokenloom::Program *program, const token
     }
 }
 
-// The result for other tokens of the step that ran last: 0 done, 2 they are wrong and `*fault` says how.
+// The result for other tokens of the step that ran last: 0 done, 1 no memory, 2 they are wrong and `*fault` says how.
 TOKENLOOM_API int tokenloom_program_again(tokenloom::Program *program, const int64_t *sampled, int32_t count, float *out,
                                           const char **fault) {
-    *fault = program->again(sampled, count, out);
-    return *fault == nullptr ? 0 : 2;
+    try {
+        *fault = program->again(sampled, count, out);
+        return *fault == nullptr ? 0 : 2;
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
 }
 
 // Starts to note times, or copies those noted so far: nanoseconds of the calling thread by kind of instruction.

@@ -21,7 +21,7 @@ void norm(const tokenloom::Norm &args, Range rows) {
     for (int row = rows.first; row < rows.last; ++row) {
         const float *x = args.x + (int64_t)row * width;
         Lanes squares = kZero;
-        for (int i = 0; i < whole; i += kLanes) squares += TOKENLOOM_CONST_LANES(x + i) * TOKENLOOM_CONST_LANES(x + i);
+        for (int i = 0; i < whole; i += kLanes) squares = multiply_add(TOKENLOOM_CONST_LANES(x + i), TOKENLOOM_CONST_LANES(x + i), squares);
         float sum = sum_of(&squares);
         for (int i = whole; i < width; ++i) sum += x[i] * x[i];
         const float factor = 1.0f / std::sqrt(sum / width + args.epsilon);

@@ -27,7 +27,9 @@ TOKENLOOM_INLINE void finish_lanes(const tokenloom::Epilogue &args, int row, int
         TOKENLOOM_LANES(args.out + at) = args.residual ? TOKENLOOM_CONST_LANES(args.residual + at) + *result : *result;
         return;
     }
-    for (int lane = 0; lane < left; ++lane) args.out[at + lane] = args.residual ? args.residual[at + lane] + (*result)[lane] : (*result)[lane];
+    for (int lane = 0; lane < left; ++lane) {
+        args.out[at + lane] = args.residual ? args.residual[at + lane] + (*result)[lane] : (*result)[lane];
+    }
 }
 
 // A row's sums of `panel`: columns `first` to `first + kLanes` of its first half, and those of its second half that lie beside them.

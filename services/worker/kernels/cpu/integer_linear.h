@@ -1,8 +1,8 @@
 // x [rows, inputs] times a weight of integers, for any number of rows.
 //
-// Both are cut into groups of 32 inputs. Within a group everything is integers, and exact; the groups' sums are scaled and added as floats, from
-// the first to the last. So an output has the same bits whatever the number of rows, as in linear.h, and a variant of the kernels differs from
-// another only in where it fuses a product with a sum.
+// Both are cut into groups of 32 inputs. Within a group everything is integers, and exact; the groups' sums are scaled and added as floats,
+// from the first to the last. So an output has the same bits whatever the number of rows, as in linear.h, and a variant of the kernels
+// differs from another only in where it fuses a product with a sum.
 //
 // The weight lies in panels of 32 columns, of a panel group after group, of a group eight steps of four inputs:
 //   kChannel8  [32 columns][4 inputs] bytes of code + 128 a step; behind the last group a float32 scale for each column

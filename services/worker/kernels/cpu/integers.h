@@ -1,16 +1,10 @@
 // Products of four neighbouring 8-bit codes in each 32-bit lane: exact in every variant, so that all of them compute the same integers.
 //
-// Weights come as bytes code + 128 (signed) or code (0 to 15, unsigned), four inputs of one column in a lane; activations as four signed bytes,
-// -127 to 127, the same in all lanes. VNNI multiplies unsigned by signed: with signed weights its sums contain 128 times the sum of the
-// activations too much, which the caller takes away (kExcess). Without VNNI, maddubs saturates sums of two products at 16 bits: 128 * 127 * 2
-// is within, 255 * 127 * 2 is not. So there weights lend their sign to the activations and are multiplied by their magnitude.
+// Weights come as bytes code + 128 (signed) or code (0 to 15, unsigned), four inputs of one column in a lane; activations as four signed
+// bytes, -127 to 127, the same in all lanes. VNNI multiplies unsigned by signed: with signed weights its sums contain 128 times the sum of
+// the activations too much, which the caller takes away (kExcess). Without VNNI, maddubs saturates sums of two products at 16 bits: 128 *
+// 127 * 2 is within, 255 * 127 * 2 is not. So there weights lend their sign to the activations and are multiplied by their magnitude.
 #pragma once
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
 
 #include <cmath>
 #include <cstring>
@@ -134,19 +128,6 @@ TOKENLOOM_INLINE int32_t total_of(IntLanes value) {
     return total;
 }
 #endif
-
-// a * b + c, rounded once wherever the instruction set can. Left to itself the compiler fuses in a tile of some rows and not in one of others.
-TOKENLOOM_INLINE Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
-#if defined(__AVX512F__)
-    return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__aarch64__)
-    return (Lanes)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-    return a * b + c;
-#endif
-}
 
 // Numbers from -128 to 127 as bytes.
 TOKENLOOM_INLINE void store_bytes(IntLanes value, int8_t *to) {

@@ -1,7 +1,8 @@
 // What one kernel call computes, and the table of all kernels as compiled for one instruction set.
 //
-// Everything is float32 and contiguous, but weights of integers and the activations that meet them. T tokens, Q query heads, K key-value heads, D head size. A call computes a part of an operation
-// (a range of rows, panels or tiles); parts of one operation may run at the same time and in any order.
+// Everything is float32 and contiguous, but weights of integers and the activations that meet them. T tokens, Q query heads, K key-value
+// heads, D head size. A call computes a part of an operation (a range of rows, panels or tiles); parts of one operation may run at the same
+// time and in any order.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +46,8 @@ struct Attention {
     float scale;
 };
 
-// What a product's sums become. Panels lie side by side, kPanel sums each. Where `gated`, the first half of a panel are gates and the second
-// half what they gate, and the result is silu(gate) * gated: kPanel / 2 columns of a panel.
+// What a product's sums become. Panels lie side by side, kPanel sums each. Where `gated`, the first half of a panel are gates and the
+// second half what they gate, and the result is silu(gate) * gated: kPanel / 2 columns of a panel.
 struct Epilogue {
     float *out;             // [rows, width]; what panels have beyond `width` is not written
     const float *residual;  // [rows, width], added to the result; or null

@@ -16,7 +16,7 @@ double multiply_add_rounds(int64_t rounds) {
     for (int i = 0; i < kLimitSums; ++i) sums[i] = (float)i * kOne;
     for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 12
-        for (int i = 0; i < kLimitSums; ++i) sums[i] = sums[i] * factor + term;
+        for (int i = 0; i < kLimitSums; ++i) sums[i] = multiply_add(sums[i], factor, term);
     }
     volatile float sink = 0.0f;
     for (int i = 0; i < kLimitSums; ++i) sink = sink + sum_of(&sums[i]);

@@ -1,12 +1,13 @@
 // x [rows, inputs] times a packed weight, for any number of rows.
 //
-// The weight lies in panels of 32 output columns, inputs one after the other, so that a pass over a panel reads memory from front to back. A
-// register tile holds up to kLinearRows rows of kTileLanes registers' columns; rows are shared out evenly over as few tiles as hold them, and
-// a panel stays in the second-level cache while all of them pass over it (Goto, van de Geijn 2008).
+// The weight lies in panels of 32 output columns, inputs one after the other, so that a pass over a panel reads memory from front to back.
+// A register tile holds up to kLinearRows rows of kTileLanes registers' columns; rows are shared out evenly over as few tiles as hold them,
+// and a panel stays in the second-level cache while all of them pass over it (Goto, van de Geijn 2008). It takes 128 bytes an input: inputs
+// are not cut into blocks of their own, so that beyond some 4,096 of them (512 KiB) a panel and its rows outgrow a cache of 1 MiB.
 //
-// Each sum has one order: blocks of kSumBlock inputs, each summed from zero in one accumulator with a fused multiply-add per input, are added
-// to the bias from the first to the last. So an output depends on its own row and column alone, whatever the number of rows, and the error
-// grows with the block and the number of blocks, not with the inputs.
+// Each sum has one order: blocks of kSumBlock inputs, each summed from zero in one accumulator with a fused multiply-add per input, are
+// added to the bias from the first to the last. So an output depends on its own row and column alone, whatever the number of rows, and the
+// error grows with the block and the number of blocks, not with the inputs.
 #pragma once
 
 #include <utility>
@@ -29,9 +30,9 @@ constexpr int kSumBlock = 256;
 // Where a tile's register `j` of columns starts within a panel, for the tile that starts at `first` of each half.
 constexpr int tile_column(int first, int j) { return j < kTilePairs ? first + j * kLanes : kHalfPanel + first + (j - kTilePairs) * kLanes; }
 
-// From how many rows on a panel is computed for long enough that another can be read from memory meanwhile; for fewer, how far ahead a panel is
-// asked for, in floats.
-constexpr int kRowsToReadAhead = 9, kReadAhead = 32 * kPanel;
+// From how many rows on there are passes that find the panel in the cache, so that another can be read from memory meanwhile; for fewer,
+// how far ahead a panel is asked for, in floats.
+constexpr int kRowsToReadAhead = kLinearRows + 1, kReadAhead = 32 * kPanel;
 
 // Which part of a panel a tile asks for while it computes: from `at` on, `step` floats for each of its inputs.
 struct Ahead {
@@ -41,7 +42,8 @@ struct Ahead {
 
 // Adds the products of `inputs` inputs, at most kSumBlock, to the sums of N rows.
 template <int N>
-TOKENLOOM_INLINE void linear_block(const float *x, int64_t stride, const float *weights, int inputs, Ahead ahead, Lanes (*totals)[kTileLanes]) {
+TOKENLOOM_INLINE void linear_block(const float *x, int64_t stride, const float *weights, int inputs, Ahead ahead,
+                                   Lanes (*totals)[kTileLanes]) {
     asm volatile("" : : "r"(totals) : "memory");  // else GCC keeps totals in registers that the loop needs, and spills there
     Lanes sums[N][kTileLanes] = {};
     for (int k = 0; k < inputs; ++k, weights += kPanel) {
@@ -52,7 +54,7 @@ TOKENLOOM_INLINE void linear_block(const float *x, int64_t stride, const float *
         for (int j = 0; j < kTileLanes; ++j) weight[j] = TOKENLOOM_CONST_LANES(weights + tile_column(0, j));
         for (int i = 0; i < N; ++i) {
             const float factor = x[i * stride + k];
-            for (int j = 0; j < kTileLanes; ++j) sums[i][j] += factor * weight[j];
+            for (int j = 0; j < kTileLanes; ++j) sums[i][j] = multiply_add(factor, weight[j], sums[i][j]);
         }
     }
     for (int i = 0; i < N; ++i) {

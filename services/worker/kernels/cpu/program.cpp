@@ -9,8 +9,8 @@ namespace tokenloom {
 
 namespace {
 
-// Rows of a piece: enough that claiming costs nothing, few enough that it takes some 10 to 50 us. Members then end an operation at about the
-// same time: who waits longer than it spins gives its core to a busy neighbour, if there is one, for milliseconds.
+// Rows of a piece: enough that claiming costs nothing, few enough that it takes some 10 to 50 us. Members then end an operation at about
+// the same time: who waits longer than it spins gives its core to a busy neighbour, if there is one, for milliseconds.
 constexpr int kMostRowsAtOnce = 16;
 constexpr int kLinearRowsAtOnce = 64;
 // Panels of a piece: several only where a product has so few rows that one takes no time.
@@ -37,6 +37,7 @@ Program::Program(const Variant &variant, Team &team, const Instruction *instruct
       layout_(places, places + place_count),
       cuts_(count),
       progress_(new Progress[count]),
+      offsets_(place_count),
       places_(place_count) {
     const float *following = nullptr;
     for (size_t index = instructions_.size(); index-- > 0;) {
@@ -118,13 +119,12 @@ const char *Program::row_fault(const StepInputs &inputs, int32_t row) const {
 // room for `again`: so it finds the former where they were, and never has the arena grow.
 void Program::lay_out() {
     constexpr size_t line = kAlignment / sizeof(float);
-    std::vector<size_t> offsets(layout_.size(), 0);
     size_t end = 0;
     for (int32_t sampled = 0; sampled < 2; ++sampled) {
         const size_t rows = sampled ? std::max(inputs_.sampled_tokens, kMostAgain) : inputs_.tokens;
         for (size_t place = kOutputPlace + 1; place < layout_.size(); ++place) {
             if (layout_[place].sampled != sampled) continue;
-            offsets[place] = end;
+            offsets_[place] = end;
             end += (rows * layout_[place].width + line - 1) / line * line;
         }
     }
@@ -135,7 +135,7 @@ void Program::lay_out() {
         if (!arena_) throw std::bad_alloc();
         capacity_ = end;
     }
-    for (size_t place = 0; place < layout_.size(); ++place) places_[place] = arena_.get() + offsets[place];
+    for (size_t place = 0; place < layout_.size(); ++place) places_[place] = arena_.get() + offsets_[place];
     places_[kOutputPlace] = inputs_.out;
 }
 
@@ -229,8 +229,8 @@ void Program::run_piece(size_t index, uint32_t piece) const {
     }
 }
 
-// Pieces of the same rows follow one another, so that the rows stay in the second-level cache while panels pass through it. A panel that is read
-// ahead is the one that this member would take next if all took turns.
+// Pieces of the same rows follow one another, so that the rows stay in the second-level cache while panels pass through it. A panel that is
+// read ahead is the one that this member would take next if all took turns.
 void Program::run_linear(const Instruction &item, const Cut &cut, uint32_t piece) const {
     const int all = panels_of(item.outputs, item.gated), down = ceil_div(all, cut.panels);
     const Range panels = part(static_cast<int>(piece) % down, cut.panels, all);

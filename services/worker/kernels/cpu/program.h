@@ -67,8 +67,8 @@ class Program final : public Job {
     // Runs one step. Returns null, or what is wrong with the inputs, of which nothing was used then. Throws std::bad_alloc.
     const char *run(const StepInputs &inputs);
 
-    // Runs what follows the picking of tokens once more, for other tokens of the step that ran last. Returns null, or what is wrong with them.
-    // The caller knows that no operation on all tokens follows the first on picked ones.
+    // Runs what follows the picking of tokens once more, for other tokens of the step that ran last. Returns null, or what is wrong with
+    // them. The caller knows that no operation on all tokens follows the first on picked ones.
     const char *again(const int64_t *sampled, int32_t count, float *out);
 
     void work(uint32_t step) override;
@@ -112,6 +112,7 @@ class Program final : public Job {
     };
     std::unique_ptr<float[], Free> arena_;
     size_t capacity_ = 0;  // floats
+    std::vector<size_t> offsets_;  // of places in the arena
     std::vector<float *> places_;
     StepInputs inputs_{};
     uint32_t step_ = 0;

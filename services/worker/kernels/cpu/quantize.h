@@ -1,4 +1,5 @@
-// Activations as integers, made once for all columns of a product: each 32 neighbours of a row share a scale, the greatest magnitude over 127.
+// Activations as integers, made once for all columns of a product: each 32 neighbours of a row share a scale, the greatest magnitude over
+// 127.
 //
 // One scale for the whole row costs too much: a few columns of a language model's activations are a hundred times the others.
 #pragma once

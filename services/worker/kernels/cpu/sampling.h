@@ -1,5 +1,5 @@
-// One row's token from its logits: greedy, or drawn after temperature, min_p, top_k and top_p. sampling/sampler.py says what each means;
-// its torch path gives the same tokens, which tests/kernels/test_sampling.py compares.
+// One row's token from its logits: greedy, or drawn after temperature, min_p, top_k and top_p. sampling/picking.py says what each means;
+// its torch path gives the same tokens, which tests/kernels/test_sampler.py compares.
 //
 // Probabilities are float64 and are summed one after the other, in the order of ids. Nothing is known of other rows here.
 #pragma once
@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
 
 #include "lanes.h"
@@ -21,6 +20,28 @@ constexpr int kDoubles = kLanes / 2;
 typedef double DoubleLanes __attribute__((vector_size(kDoubles * sizeof(double))));
 typedef double UnalignedDoubles __attribute__((vector_size(kDoubles * sizeof(double)), aligned(8), may_alias));
 typedef int64_t LongLanes __attribute__((vector_size(kDoubles * sizeof(int64_t))));
+
+// As for floats.
+TOKENLOOM_INLINE DoubleLanes multiply_add(DoubleLanes a, DoubleLanes b, DoubleLanes c) {
+#if defined(__AVX512F__)
+    return (DoubleLanes)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (DoubleLanes)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(__aarch64__)
+    return (DoubleLanes)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// Orders of weights. Types of this namespace, so that what the standard library makes of them stays within this instruction set's object:
+// of equal functions of several objects the linker keeps any one, and a machine without AVX-512 might get that of AVX-512.
+struct Falling {
+    TOKENLOOM_INLINE bool operator()(double a, double b) const { return a > b; }
+};
+struct Rising {
+    TOKENLOOM_INLINE bool operator()(double a, double b) const { return a < b; }
+};
 
 TOKENLOOM_INLINE DoubleLanes doubles_at(const float *from) {
 #if defined(__AVX2__)
@@ -85,14 +106,15 @@ TOKENLOOM_INLINE DoubleLanes exp_of(DoubleLanes x) {
     const LongLanes tiny = x < -708.0;
     x = tiny ? DoubleLanes{} - 708.0 : x;
     const double magic = 6755399441055744.0;  // 1.5 * 2^52
-    const DoubleLanes shifted = x * 1.4426950408889634 + magic;
+    const DoubleLanes one = DoubleLanes{} + 1.0;
+    const DoubleLanes shifted = multiply_add(x, 1.4426950408889634 * one, magic * one);
     const DoubleLanes n = shifted - magic;
-    const DoubleLanes r = (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
+    const DoubleLanes r = multiply_add(n, -1.42860682030941723212e-6 * one, multiply_add(n, -6.93145751953125e-1 * one, x));
     constexpr double kInverse[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320,
                                    1.0 / 5040,       1.0 / 720,       1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5};
-    DoubleLanes p = DoubleLanes{} + kInverse[0];
-    for (int i = 1; i < 12; ++i) p = p * r + kInverse[i];
-    p = (p * r) * r + r + 1.0;
+    DoubleLanes p = kInverse[0] * one;
+    for (int i = 1; i < 12; ++i) p = multiply_add(p, r, kInverse[i] * one);
+    p = multiply_add(p * r, r, r) + 1.0;
     const LongLanes magic_bits = (LongLanes)(DoubleLanes{} + magic);
     const DoubleLanes power = (DoubleLanes)((((LongLanes)shifted - magic_bits) + 1023) << 52);
     return tiny ? DoubleLanes{} : p * power;
@@ -163,12 +185,12 @@ double threshold_of(const double *weights, int n, int64_t top_k, double top_p, d
     for (int wanted : {kCandidates, kMoreCandidates}) {
         if (wanted >= n) break;
         const int found = candidates_of(weights, n, wanted, counts, room);
-        std::sort(room, room + found, std::greater<double>());
+        std::sort(room, room + found, Falling());
         const Cut cut = cut_at(room, wanted, k, top_p, total, n);
         if (cut.settled) return cut.threshold;
     }
     std::copy_n(weights, n, room);
-    std::sort(room, room + n, std::greater<double>());
+    std::sort(room, room + n, Falling());
     return cut_at(room, n, k, top_p, total, n).threshold;
 }
 
@@ -182,7 +204,8 @@ int32_t draw(double *weights, int n, double threshold, double u) {
     }
     if (!(total > 0)) return -1;
     // u * total can round up to total itself: then it is the last id that has any probability, the first to reach the total.
-    const double *chosen = std::upper_bound(weights, weights + n, u * total), *last = std::lower_bound(weights, weights + n, total);
+    const double *chosen = std::upper_bound(weights, weights + n, u * total, Rising());
+    const double *last = std::lower_bound(weights, weights + n, total, Rising());
     return static_cast<int32_t>(std::min(chosen, last) - weights);
 }
 

@@ -14,8 +14,8 @@ namespace tokenloom {
 
 namespace {
 
-// How long a waiting thread spins before it yields its core between looks. Beside a busy process longer spins only keep the core from a member
-// that needs it (measured: decode steps of one row take 26 ms with 5 us, 36 with 100, 68 with 400); alone, yielding costs nothing.
+// How long a waiting thread spins before it yields its core between looks. Beside a busy process longer spins only keep the core from a
+// member that needs it (measured: decode steps of one row take 26 ms with 5 us, 36 with 100, 68 with 400); alone, yielding costs nothing.
 constexpr std::chrono::microseconds kSpinTime(5);
 constexpr int kSpinsPerLook = 16;
 constexpr int kNoCore = -1;

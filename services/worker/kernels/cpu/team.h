@@ -1,7 +1,7 @@
 // The threads that compute a step together.
 //
-// The caller's thread is member 0; the others sleep between steps and cost nothing then. A step never waits for a member to come: whoever is
-// there claims the next piece of work (see Progress), so that a member that lost its core holds up no more than the piece it is in.
+// The caller's thread is member 0; the others sleep between steps and cost nothing then. A step never waits for a member to come: whoever
+// is there claims the next piece of work (see Progress), so that a member that lost its core holds up no more than the piece it is in.
 #pragma once
 
 #include <atomic>

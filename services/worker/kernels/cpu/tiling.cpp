@@ -91,7 +91,8 @@ void Tiling::make_room() {
     for (size_t index = 0; index < shared_.size(); ++index) missing_[index].store(shared_[index].pieces, std::memory_order_relaxed);
 }
 
-// Who computes a shared tile's last piece merges them all, and sets the count anew for the next layer, which begins when all pieces are done.
+// Who computes a shared tile's last piece merges them all, and sets the count anew for the next layer, which begins when all pieces are
+// done.
 void Tiling::run(const Variant &variant, const Attention &args, uint32_t piece) const {
     const Piece &item = pieces_[piece];
     if (item.shared < 0) {

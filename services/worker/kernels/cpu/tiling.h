@@ -1,7 +1,7 @@
 // How a step's attention is shared out: which tiles of queries there are, and which of them, or spans of one, make a piece.
 //
-// Pieces take about the same time, whatever the rows: short sequences are put together, long ones are cut into spans. Neither changes a bit of
-// a result (attention.h): the cut may follow the number of threads.
+// Pieces take about the same time, whatever the rows: short sequences are put together, long ones are cut into spans. Neither changes a bit
+// of a result (attention.h): the cut may follow the number of threads.
 #pragma once
 
 #include <atomic>
