@@ -43,7 +43,7 @@ PROMPT = "<|im_start|>user\nGive me a short JSON document.<|im_end|>\n<|im_start
 
 @pytest.fixture(scope="module")
 def engine(model_dir: Path) -> Engine:
-    return load_engine(model_dir, kv_cache_memory_bytes=512 << 20, max_num_seqs=32, max_model_len=256)
+    return load_engine(model_dir, kv_cache_memory_bytes=512 << 20, max_num_seqs=32, max_model_len=256, max_num_batched_tokens=512)
 
 
 @pytest.fixture(scope="module")
