@@ -32,7 +32,7 @@ serve: $(VENV)/.serve $(VENV)/.kernels ## Installs what is missing and serves a 
 test: $(VENV)/.dev $(VENV)/.kernels ## Runs the whole suite (ARGS are pytest's)
 	@$(BIN)/python -m pytest $(ARGS)
 
-bench: $(VENV)/.dev $(VENV)/.kernels ## Compares with vLLM, llama.cpp and transformers on this machine's CPUs (under an hour; goes on where it stopped)
+bench: $(VENV)/.dev $(VENV)/.kernels ## Compares with vLLM, llama.cpp and transformers on this machine's CPUs (long; goes on where it stopped)
 	@$(BIN)/python -m bench.peers run $(ARGS)
 
 test-constraints: $(VENV)/.dev $(VENV)/.kernels ## 200 random schemas on the real model with each backend (minutes)

@@ -9,25 +9,20 @@ free to move may meet on one core, and pages of 4 KiB read slower than a step do
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Barrier
 
 import torch
 
+from bench.limits import READ_FLOATS, rate, reader, threads_on, usable_cores
 from services.worker.kernels.cpu.build import ensure_library
 from services.worker.ops.native import CpuLibrary
-from services.worker.ops.weight_memory import WeightMemory
 
-_READ_FLOATS, _SIDE, _SECONDS = 1 << 26, 2048, 2.0
+_SIDE, _SECONDS = 2048, 2.0
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -47,7 +42,7 @@ class Ceilings:
 
 def measure() -> Ceilings:
     """Measures both, in about five seconds."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = usable_cores()
     library = CpuLibrary(ensure_library())
     gb_s = _read(library, cores)
     torch.set_num_threads(len(cores))
@@ -59,24 +54,10 @@ def measure() -> Ceilings:
 
 def _read(library: CpuLibrary, cores: list[int]) -> list[float]:
     """Gigabytes a second of each time that all cores together read the memory through."""
-    floats, share = WeightMemory().copy(torch.ones(_READ_FLOATS)), _READ_FLOATS // len(cores)
-    places, together = itertools.count(), Barrier(len(cores))
-
-    def settle() -> None:
-        place = next(places)
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, {cores[place]})
-
-    def read(member: int) -> None:
-        # None takes a second share before each has one, so that every core reads.
-        together.wait()
-        at = ctypes.c_void_p(floats.data_ptr() + member * share * floats.element_size())
-        library.calls.tokenloom_read_through(library.handle, at, ctypes.c_int64(share))
-
-    with ThreadPoolExecutor(len(cores), initializer=settle) as threads:
-        list(threads.map(read, range(len(cores))))
-        times = _tries(lambda: list(threads.map(read, range(len(cores)))))
-    return [share * len(cores) * floats.element_size() / seconds / 1e9 for seconds in times]
+    loop, rates = reader(library, len(cores), READ_FLOATS), list[float]()
+    with threads_on(cores, len(cores)) as pool:
+        _tries(lambda: rates.append(rate(pool, len(cores), loop) / 1e9))
+    return rates
 
 
 def _tries(work: Callable[[], object]) -> list[float]:

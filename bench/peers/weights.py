@@ -22,14 +22,10 @@ from bench.peers.places import digest, root
 from libs.models.cache import ensure_entry, link_or_copy
 from libs.models.directory import ModelDirectory
 from services.worker.gguf_index import StoredTensor, read_index
-from services.worker.weights import GgufSource
+from services.worker.weights import GGUF_LAYER_NAMES, GgufSource
 
 VERSION = 1  # raise it when the same GGUF would come out differently
 _MANIFEST = "manifest.json"
-_LAYER = (
-    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
 _OWN_METADATA = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
 
 
@@ -100,7 +96,7 @@ def _make(staging: Path, model: Path, source: Path) -> None:
 
 def _float32(source: GgufSource, layers: int) -> dict[str, torch.Tensor]:
     stems = ["model.embed_tokens", "model.norm", "lm_head"]
-    stems += [f"model.layers.{index}.{part}" for index in range(layers) for part in _LAYER]
+    stems += [f"model.layers.{index}.{part}" for index in range(layers) for part in GGUF_LAYER_NAMES]
     names = [f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")]
     return {name: tensor for name in names if (tensor := source.tensor(name)) is not None}
 

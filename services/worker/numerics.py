@@ -82,10 +82,11 @@ def _reference(config: WorkerConfig) -> Ops:
 def identity(executor: str, dtype: torch.dtype, quantization: str | None = None, *, batch_invariant: bool) -> str:
     """The numerics fingerprint: equal between workers whose arithmetic is the same.
 
-    The C++ kernels' arithmetic follows from the instruction set, the sources and the compiler (which chooses where to fuse a product with a
-    sum); the last two are the digits behind the executor's name. The reference's products are MKL's or oneDNN's, which differ between CPUs
-    and torch versions. The thread count does not appear, because no sum is split among threads. Weights that were quantised while loading
-    are named with the revision of how ("int8.2"), for the model's fingerprint is that of its files.
+    The C++ kernels' arithmetic follows from the instruction set and the sources, which say where a product is fused with a sum. The digits
+    behind the executor's name are those of sources, flags and compiler: the last are in them because a flag of the user's own could change
+    more. The reference's products are MKL's or oneDNN's, which differ between CPUs and torch versions. The thread count does not appear,
+    because no sum is split among threads. Weights that were quantised while loading are named with the revision of how ("int8.2"), for the
+    model's fingerprint is that of its files.
     """
     name = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}[dtype]
     if quantization is not None:

@@ -26,7 +26,8 @@ from services.worker.quantizing import from_blocks, has_groups
 
 _log = get_logger(__name__)
 _PROGRESS_SECONDS = 2.0
-_GGUF_LAYER_NAMES = {
+# Weights of a layer by their Hugging Face names, and their names in a GGUF.
+GGUF_LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -157,7 +158,7 @@ def gguf_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         index, _, part = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{index}.{_GGUF_LAYER_NAMES.get(part, part)}.{kind}"
+        return f"blk.{index}.{GGUF_LAYER_NAMES.get(part, part)}.{kind}"
     return f"{_GGUF_NAMES.get(stem, stem)}.{kind}"
 
 

@@ -88,7 +88,7 @@ class CpuOps:
         if residual is not None:
             _check_value(residual, to.width)
             self._require(residual.rows is to.rows, "a sum of all tokens with sampled ones")
-            # The compiler would fuse gate and sum in tiles of some numbers of rows and not of others: bits that follow the batch.
+            # No model has one, so no test holds its bits.
             self._require(not packed.gated, "a gated product that is added to something")
         kind, layout = Kind.LINEAR, 0
         if isinstance(packed, IntegerPanels):
