@@ -23,7 +23,6 @@ from services.worker.config import WorkerConfig
 from services.worker.logprobs import Kept, Told
 from services.worker.models.registry import Model, build
 from services.worker.ops.base import HeadShape, Ops, Step
-from services.worker.ops.native import Program
 from services.worker.quantized_reader import HEAD, QuantizedReader
 from services.worker.sampling.custom import CustomProcessor, load_processors
 from services.worker.sampling.picking import Picker, pick
@@ -74,9 +73,8 @@ class Engine:
         )
 
     def settle(self) -> None:
-        """The calling thread executes all steps from now on: it takes its core, where the executor's threads have cores of their own."""
-        if isinstance(self.step, Program):
-            self.step.team.settle()
+        """The calling thread executes all steps from now on; see Step."""
+        self.step.settle()
 
     def warm_up(self) -> None:
         """Computes one token in block 0, so that libraries are loaded and buffers made before the first request."""

@@ -77,6 +77,10 @@ class Step(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """The calling thread runs all steps from now on: it takes its core, where the executor's threads have cores of their own."""
+        ...
+
 
 class Ops(Protocol):
     """The operations. Activations have the executor's dtype; no operation changes its inputs unless it says so."""

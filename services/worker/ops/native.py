@@ -117,7 +117,7 @@ class Program:
         self._has_run, self._repeats = False, _ends_with_picked_tokens(recording.instructions)
         # What the instructions' addresses point at, and what must not end before the program does.
         self._owned = (library, team, tuple(recording.instructions))
-        self.team = team
+        self._team = team
         self._calls = library.calls
         self._max_tokens = max_tokens
         self._result = result
@@ -161,6 +161,10 @@ class Program:
             raise ValueError(f"the step's inputs cannot be: {(fault.value or b'').decode()}")
         self._has_run = True
         return out
+
+    def settle(self) -> None:
+        """See Step."""
+        self._team.settle()
 
     def again(self, picked: torch.Tensor) -> torch.Tensor:
         """The result for other tokens of the step that ran last (int64 [S]; see Step): what follows their picking runs once more.

@@ -141,6 +141,9 @@ class _Eager:
         """See Step."""
         return self._ops.head_again(picked)
 
+    def settle(self) -> None:
+        """See Step: torch's threads have no cores of their own."""
+
 
 def _sequence(blocks: torch.Tensor, length: int, heads: HeadShape) -> torch.Tensor:
     """Gathered blocks [N, K, block size, D] as one sequence for every query head: [length, Q, D]."""

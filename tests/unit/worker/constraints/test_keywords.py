@@ -79,7 +79,7 @@ def test_a_format_of_another_type_than_strings_says_nothing(backend: Backend):
     assert matches(backend, constraint_of({"type": "integer", "format": "int64", "minimum": 7, "maximum": 7}), "7")
 
 
-@pytest.mark.parametrize(("factor", "inside", "outside"), [(1024, "2048", "1023"), (1_000_003, "2000006", "1000001")])
+@pytest.mark.parametrize(("factor", "inside", "outside"), [(128, "256", "127"), (10_007, "20014", "10008")])
 def test_a_factor_is_kept_to_or_refused(backend: Backend, factor: int, inside: str, outside: str):
     constraint = constraint_of({"type": "integer", "multipleOf": factor})
     if backend.name == "xgrammar" and factor > 1024:
