@@ -123,6 +123,7 @@ class Shapes:
     layers: int = 2
     bias: bool = False
     tied: bool = False
+    picks: bool = True  # whether the last layer goes on with the sampled tokens alone
 
 
 def family(ops: Ops, shapes: Shapes, seed: int = 0) -> Forward:
@@ -156,7 +157,10 @@ def family(ops: Ops, shapes: Shapes, seed: int = 0) -> Forward:
         for layer, layer_cache in zip(layers, cache, strict=True):
             qkv = ops.linear(ops.norm(x, layer["norm"], 1e-5), layer["qkv"])
             rotated = ops.rope_and_cache(qkv, rotations, layer_cache, inputs, heads)
-            x = ops.linear(ops.attention(rotated, layer_cache, inputs, heads, heads.head_dim**-0.5), layer["output"], residual=x)
+            attended = ops.attention(rotated, layer_cache, inputs, heads, heads.head_dim**-0.5)
+            if shapes.picks and layer is layers[-1]:
+                attended, x = ops.pick(attended, inputs.sampled), ops.pick(x, inputs.sampled)
+            x = ops.linear(attended, layer["output"], residual=x)
             x = ops.linear(ops.linear(ops.norm(x, layer["norm"], 1e-5), layer["gate_up"]), layer["down"], residual=x)
         return ops.head(ops.norm(x, layers[0]["norm"], 1e-5), inputs.sampled, head)
 

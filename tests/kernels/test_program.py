@@ -25,6 +25,7 @@ shapes = st.builds(
     layers=st.integers(1, 2),
     bias=st.booleans(),
     tied=st.booleans(),
+    picks=st.booleans(),
 )
 # For comparing sums of two orders: a norm over one channel is nearly its sign, and makes much of the last bits of a number near zero.
 smooth = shapes.filter(lambda shape: shape.hidden >= 15)

@@ -60,7 +60,10 @@ class Llama:
         for layer, layer_cache in zip(self._layers, cache, strict=True):
             qkv = ops.linear(ops.norm(x, layer.input_norm, self._epsilon), layer.qkv)
             queries = ops.rope_and_cache(qkv, self._rotations, layer_cache, inputs, heads)
-            x = ops.linear(ops.attention(queries, layer_cache, inputs, heads, self._scale), layer.output, residual=x)
+            attended = ops.attention(queries, layer_cache, inputs, heads, self._scale)
+            if layer is self._layers[-1]:  # all keys and values are in the cache: what follows is for the logits alone
+                attended, x = ops.pick(attended, inputs.sampled), ops.pick(x, inputs.sampled)
+            x = ops.linear(attended, layer.output, residual=x)
             inner = ops.linear(ops.norm(x, layer.post_norm, self._epsilon), layer.gate_up)
             x = ops.linear(inner, layer.down, residual=x)
         return ops.head(ops.norm(x, self._norm, self._epsilon), inputs.sampled, self._head)

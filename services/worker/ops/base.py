@@ -131,6 +131,13 @@ class Ops(Protocol):
         """Causal attention of each row over its own blocks, which already hold this step's K and V: [T, Q * D]."""
         ...
 
+    def pick(self, x: Value, sampled: torch.Tensor) -> Value:
+        """x [T, H] of the tokens `sampled` alone, [S, H], for what follows the last attention: nothing else of it is read.
+
+        An executor may return x itself and compute the rest for nobody. What is picked goes with picked values and to `head`.
+        """
+        ...
+
     def head(self, x: Value, sampled: torch.Tensor, packed: PackedLinear) -> Value:
-        """Logits, float32 [S, vocabulary], of the tokens `sampled` of x [T, H]."""
+        """Logits, float32 [S, vocabulary], of the tokens `sampled` of x [T, H], or of x as picked before."""
         ...

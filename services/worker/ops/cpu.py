@@ -116,13 +116,18 @@ class CpuOps:
         self._check_attention(queries, width, cache, inputs, heads)
         return self._add(Instruction(Kind.ATTENTION, Value(Rows.TOKENS, width), source=queries, cache=cache, heads=heads, number=scale))
 
+    def pick(self, x: Value, sampled: torch.Tensor) -> Value:
+        """See Ops."""
+        self._require(self._inputs is not None and sampled is self._inputs.sampled, "a choice of anything but the step's sampled tokens")
+        _check_value(x, None)
+        self._require(x.rows is Rows.TOKENS, "a choice of tokens that were picked before")
+        return self._add(Instruction(Kind.GATHER, Value(Rows.SAMPLED, x.width), source=x))
+
     def head(self, x: Value, sampled: torch.Tensor, packed: PackedLinear) -> Value:
         """See Ops."""
         self._require(self._inputs is not None and sampled is self._inputs.sampled, "a head over anything but the step's sampled tokens")
         _check_value(x, None)
-        self._require(x.rows is Rows.TOKENS, "a head over tokens that were picked before")
-        picked = self._add(Instruction(Kind.GATHER, Value(Rows.SAMPLED, x.width), source=x))
-        return self.linear(picked, packed)
+        return self.linear(x if x.rows is Rows.SAMPLED else self.pick(x, sampled), packed)
 
     def _add(self, instruction: Instruction) -> Value:
         if self._recording is None:

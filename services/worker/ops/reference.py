@@ -113,6 +113,10 @@ class ReferenceOps:
             output[rows] = _weighted(weights, values.float(), positions).to(queries.dtype)
         return output.view(queries.shape[0], -1)
 
+    def pick(self, x: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """See Ops: x itself, so that `head_again` finds all tokens."""
+        return x
+
     def head(self, x: torch.Tensor, sampled: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """See Ops."""
         self._headed = x, packed

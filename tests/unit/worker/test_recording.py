@@ -13,6 +13,7 @@ from services.worker.models.llama import Llama
 from services.worker.ops import cpu
 from services.worker.ops.base import HeadShape, LayerCache, StepInputs, Value
 from services.worker.ops.cpu import CpuOps
+from services.worker.ops.native import CpuLibrary, Program, Team
 from services.worker.ops.recording import Kind, Recording, Rows
 from tests.support.tiny_llama import make_tiny_llama
 from tests.unit.worker.helpers import load_engine
@@ -102,11 +103,11 @@ REFUSED: dict[str, tuple[Callable[[CpuOps, StepInputs, LayerCache, Value], objec
         lambda ops, inputs, cache, x: ops.head(x, inputs.token_ids, ops.pack_linear(TABLE, None)),
         r"the step's sampled tokens",
     ),
-    "a head over a head": (
-        lambda ops, inputs, cache, x: ops.head(
-            ops.head(x, inputs.sampled, ops.pack_linear(TABLE, None)), inputs.sampled, ops.pack_linear(torch.zeros(4, 10), None)
-        ),
-        r"picked before",
+    "other tokens than the sampled ones": (lambda ops, inputs, cache, x: ops.pick(x, inputs.token_ids), r"the step's sampled tokens"),
+    "a choice of picked tokens": (lambda ops, inputs, cache, x: ops.pick(ops.pick(x, inputs.sampled), inputs.sampled), r"picked before"),
+    "attention of picked tokens": (
+        lambda ops, inputs, cache, x: ops.attention(ops.pick(x, inputs.sampled), cache, inputs, HeadShape(4, 1, 16), 1.0),
+        r"sampled tokens alone",
     ),
     "a sum of all and some": (
         lambda ops, inputs, cache, x: ops.linear(
@@ -179,3 +180,18 @@ def test_a_family_that_cannot_be_recorded_is_refused_while_loading(tmp_path, mon
     with pytest.raises(TokenloomError, match=r"--kernels reference") as caught:
         load_engine(path, kernels="cpu")
     assert caught.value.code is ErrorCode.UNSUPPORTED
+
+
+def test_after_the_last_attention_the_sampled_tokens_alone_go_on(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    recordings, program = [], cpu.Program
+
+    def kept(library: CpuLibrary, team: Team, recording: Recording, result: Value, most: int) -> Program:
+        recordings.append(recording)
+        return program(library, team, recording, result, most)
+
+    monkeypatch.setattr(cpu, "Program", kept)
+    load_engine(make_tiny_llama(tmp_path / "model"), kernels="cpu")
+    made = recordings[0].instructions
+    after = max(index for index, item in enumerate(made) if item.kind is Kind.ATTENTION) + 1
+    assert {item.to.rows for item in made[:after]} == {Rows.TOKENS}
+    assert {item.to.rows for item in made[after:]} == {Rows.SAMPLED}
