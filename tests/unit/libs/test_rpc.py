@@ -1,7 +1,11 @@
 """libs.rpc over a real server in this process: what leaves one side as an error of the table arrives as the same row."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -155,3 +159,45 @@ async def test_whatever_an_error_quotes_crosses_a_call_as_that_error(address, te
         for _ in range(5):  # gRPC refuses what is between its soft and its hard limit now and then
             arrived = await error_from(channel)
             assert (arrived.code, arrived.message, arrived.param) == (ErrorCode.TEMPLATE_ERROR, sent.message, sent.param)
+
+
+_PINGS = """
+import asyncio, os, sys
+from libs import rpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+PINGS = 200
+
+
+def woken():
+    told = 0
+    for task in os.listdir("/proc/self/task"):
+        folder = f"/proc/self/task/{task}/"
+        if open(folder + "comm").read().strip() == "event_engine":
+            told += sum(int(line.split()[1]) for line in open(folder + "status") if line.startswith("voluntary"))
+    return told
+
+
+async def main():
+    server = rpc.new_server([])
+    address = await rpc.listen(server, sys.argv[1])
+    async with rpc.connect(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        await stub.Check(health_pb2.HealthCheckRequest(service=rpc.LIVE))
+        before = woken()
+        for _ in range(PINGS):
+            await stub.Check(health_pb2.HealthCheckRequest(service=rpc.LIVE))
+        print(woken() - before)
+    await server.stop(0)
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts wake-ups as Linux tells them")
+def test_a_message_wakes_no_pool_of_threads_on_its_way(tmp_path: Path):
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    command = [sys.executable, "-c", _PINGS, f"unix:{tmp_path}/socket"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert int(ran.stdout) < 200, "of 200 messages"
