@@ -61,3 +61,20 @@ def test_sizes_between_two_powers_of_two_share_a_class():
     predictor.observe(33, 33, 5_000)
     assert predictor.predict_us(63, 63) == 5_000
     assert predictor.predict_us(64, 64) is None
+
+
+def test_where_rows_end_one_after_the_other_no_prediction_comes_after_the_step():
+    predictor = StepPredictor()
+    for _ in range(20):
+        predictor.observe(31, 31, 62_000)
+    for rows in range(30, 15, -1):
+        predicted = predictor.predict_us(rows, rows)
+        assert predicted is not None
+        assert predicted <= rows * 2_000
+        predictor.observe(rows, rows, rows * 2_000)
+
+
+def test_a_step_larger_than_its_class_was_is_not_expected_later():
+    predictor = StepPredictor()
+    predictor.observe(16, 16, 30_000)
+    assert predictor.predict_us(31, 31) == 30_000
