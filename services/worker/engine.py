@@ -28,7 +28,7 @@ from services.worker.sampling.custom import CustomProcessor, load_processors
 from services.worker.sampling.picking import Picker, pick
 from services.worker.sampling.sampler import Sampled, sample
 from services.worker.slots import Limits, SlotTable, StagedRow
-from services.worker.step_inputs import build_inputs, build_mask, build_sampling
+from services.worker.step_inputs import KeptSampling, build_inputs, build_mask
 from tokenloom.worker.v1 import worker_pb2
 
 _log = get_logger(__name__)
@@ -61,6 +61,7 @@ class Engine:
         """`processors`: the operator's logits processors, for the slots whose rows this engine samples; `picker`: the executor's."""
         self.step = step
         self._picker = picker
+        self._sampling = KeptSampling()
         self.processors = processors
         self.facts = facts
         self.limits = Limits(
@@ -90,7 +91,7 @@ class Engine:
             return Executed({}, frozenset())
         vocabulary = self.facts.vocab_size
         began = time.perf_counter_ns()
-        inputs, sampling = build_inputs(rows), build_sampling(rows, vocabulary)
+        inputs, sampling = build_inputs(rows), self._sampling.build(rows, vocabulary)
         mask = build_mask(rows, vocabulary)
         prepared = time.perf_counter_ns()
         logits = self.step(inputs)

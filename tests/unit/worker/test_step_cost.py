@@ -52,16 +52,16 @@ class Cost:
 # Bytecode instructions of this project's Python; calls that it makes, native ones included.
 # Counted on Python 3.11; another version's compiler may need more of them.
 COUNTED = sys.version_info[:2] == (3, 11)
-ROW_INSTRUCTIONS, CORE_ROW_INSTRUCTIONS = (402, 675) if COUNTED else (530, 890)
-INSTRUCTIONS = {"greedy": Cost(1900, ROW_INSTRUCTIONS), "sampled": Cost(2700, ROW_INSTRUCTIONS)}
-CALLS = {"greedy": Cost(200, 14.5), "sampled": Cost(200, 14.5)}
+ROW_INSTRUCTIONS, CORE_ROW_INSTRUCTIONS = (346, 675) if COUNTED else (460, 890)
+INSTRUCTIONS = {"greedy": Cost(1700, ROW_INSTRUCTIONS), "sampled": Cost(2450, ROW_INSTRUCTIONS)}
+CALLS = {"greedy": Cost(175, 13.5), "sampled": Cost(175, 13.5)}
 CORE_INSTRUCTIONS, CORE_CALLS = Cost(1250, CORE_ROW_INSTRUCTIONS), Cost(105, 39)
 # torch's operations, and bytes of the tensors that they make. A copy of a row's logits has 1,064 bytes here; the smallest
 # product's weight has 8,192.
 OPERATIONS = {"greedy": Cost(12, 0), "sampled": Cost(12, 0)}
 TENSOR_BYTES = {"greedy": Cost(1024, 32), "sampled": Cost(1024, 32)}
 # Python's and numpy's memory: most that a step holds at once, and what four steps may leave for later ones (caches grow a little).
-HELD_BYTES = {"greedy": Cost(7500, 460), "sampled": Cost(11500, 460)}
+HELD_BYTES = {"greedy": Cost(5000, 500), "sampled": Cost(9000, 500)}
 LEFT_BYTES = 4096
 
 
