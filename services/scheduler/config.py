@@ -49,7 +49,7 @@ class PaceSettings(Settings):
         3.0, ge=0, description="Step N+1 is planned and sent when step N is predicted to end within this time. 0: only after N's result."
     )
     max_lease_steps: int = Field(
-        1,
+        8,
         ge=1,
         le=1024,
         description="Most decode steps that a worker is granted in one message; cut short when somebody arrives or leaves. 1: no leases.",

@@ -68,7 +68,7 @@ class Batch:
 
     def later_step(self, index: int) -> Batch:
         """What step `index` (from 1) of the lease does: the same rows again, and nothing that only the first one does."""
-        rows = tuple(replace(row, new_blocks=_NO_IDS) for row in self.rows)
+        rows = tuple(replace(row, new_blocks=_NO_IDS) if row.new_blocks.size else row for row in self.rows)
         return replace(self, number=self.number + index, lease_steps=1, closes=(), opens=(), rows=rows)
 
 

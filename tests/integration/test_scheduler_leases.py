@@ -60,8 +60,8 @@ async def test_decodes_of_several_steps_travel_in_one_message_and_come_back_one_
     assert await mesh.sample("lease_steps_sum") == sum(batch.lease_steps for batch in worker.batches)
 
 
-async def test_without_the_flag_every_step_is_a_message_of_its_own(tmp_path: Path):
-    async with SchedulerMesh(tmp_path) as mesh:
+async def test_with_leases_of_one_step_every_step_is_a_message_of_its_own(tmp_path: Path):
+    async with SchedulerMesh(tmp_path, max_lease_steps=1) as mesh:
         worker = await mesh.worker()
         session = await (await mesh.session()).ready()
         await session.submit(1, [1] * 5, LONG)

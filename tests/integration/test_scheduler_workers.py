@@ -43,14 +43,15 @@ async def all_exact(session: SessionClient, wanted: dict[int, list[int]]) -> Non
 
 
 @pytest.mark.composes("dispatch-ahead")
-async def test_the_next_batch_is_sent_while_the_last_one_runs(mesh: SchedulerMesh):
-    worker = await mesh.worker(step_seconds=0.02)
-    session = await (await mesh.session()).ready()
-    await session.submit(1, [1], params(max_tokens=15))
-    await session.ended(1)
-    assert worker.overlaps >= 5
-    assert await mesh.sample("dispatch_lead_seconds_sum") > 0
-    assert await mesh.sample("dispatch_lead_seconds_count") == 15
+async def test_the_next_batch_is_sent_while_the_last_one_runs(tmp_path: Path):
+    async with SchedulerMesh(tmp_path, max_lease_steps=1) as mesh:
+        worker = await mesh.worker(step_seconds=0.02)
+        session = await (await mesh.session()).ready()
+        await session.submit(1, [1], params(max_tokens=15))
+        await session.ended(1)
+        assert worker.overlaps >= 5
+        assert await mesh.sample("dispatch_lead_seconds_sum") > 0
+        assert await mesh.sample("dispatch_lead_seconds_count") == 15
 
 
 async def test_with_no_margin_nothing_is_sent_ahead(tmp_path: Path):
