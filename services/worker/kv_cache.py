@@ -4,8 +4,11 @@
     token   t of a sequence lies in block table[t // 16], at offset t % 16
 
 A block's tokens of one head lie together, so that attention reads them as one run. In memory the keys' last two dimensions are swapped
-(tokens side by side), which makes scores of 16 tokens one vector; the tensor is a transposed view and hides it. The tensors are not
-cleared at start: pages are taken from the operating system only when first written, and nothing is read that was not written.
+(tokens side by side), which makes scores of 16 tokens one vector; the tensor is a transposed view and hides it.
+
+All layers' parts of a block lie side by side, in huge pages where the system has them: attention meets a page of 4 KiB, and a walk through
+the page tables, for every head of every block. Laid out by layers, one block in use would hold a huge page of each; so it holds its own
+size, rounded up to 2 MiB. Pages are taken from the operating system only when first written, and nothing is read that was not written.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from libs.blocks import BLOCK_SIZE, blocks_for
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.llama_config import LlamaConfig
 from services.worker.ops.base import LayerCache
+from services.worker.ops.weight_memory import huge_area
 
 GIB = 1024**3
 _DEFAULT_BYTES = 4 * GIB
@@ -30,18 +34,19 @@ def block_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
 
 def allocate(config: LlamaConfig, num_blocks: int, dtype: torch.dtype) -> list[LayerCache]:
     """The cache of every layer. Raises TokenloomError(CANNOT_FIT) when the memory is not to be had."""
-    heads, dim = config.num_key_value_heads, config.head_dim
+    heads, dim, size = config.num_key_value_heads, config.head_dim, num_blocks * block_bytes(config, dtype)
     try:
-        return [
-            LayerCache(
-                keys=torch.empty(num_blocks, heads, dim, BLOCK_SIZE, dtype=dtype).transpose(2, 3),
-                values=torch.empty(num_blocks, heads, BLOCK_SIZE, dim, dtype=dtype),
-            )
-            for _ in range(config.num_hidden_layers)
-        ]
-    except RuntimeError as error:
-        size = num_blocks * block_bytes(config, dtype)
+        area = huge_area(size)[:size].view(dtype)
+    except (MemoryError, RuntimeError) as error:
         raise TokenloomError(ErrorCode.CANNOT_FIT, f"no memory for a KV cache of {size / GIB:.2f} GiB: {error}") from error
+    parts = area.view(num_blocks, config.num_hidden_layers, 2, heads * dim * BLOCK_SIZE)
+    return [
+        LayerCache(
+            keys=parts[:, layer, 0].view(num_blocks, heads, dim, BLOCK_SIZE).transpose(2, 3),
+            values=parts[:, layer, 1].view(num_blocks, heads, BLOCK_SIZE, dim),
+        )
+        for layer in range(config.num_hidden_layers)
+    ]
 
 
 def budget_bytes(*, wanted: int | None, utilization: float | None, memory: int, weights: int) -> int:

@@ -146,7 +146,9 @@ class CpuOps:
         self._require(value.rows is Rows.TOKENS, "attention of sampled tokens alone")
         blocks = cache.keys.shape[0]
         wanted = (blocks, heads.kv_heads, BLOCK, heads.head_dim)
-        laid_out = cache.keys.transpose(2, 3).is_contiguous() and cache.values.is_contiguous()
+        laid_out = cache.keys.stride(0) == cache.values.stride(0) and all(
+            part[0].is_contiguous() for part in (cache.keys.transpose(2, 3), cache.values)
+        )
         right = cache.keys.shape == wanted == cache.values.shape and cache.keys.dtype is cache.values.dtype is torch.float32
         self._require(laid_out and right, f"a cache of shape {tuple(cache.keys.shape)}, type {cache.keys.dtype} or layout")
 

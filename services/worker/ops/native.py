@@ -33,6 +33,7 @@ class _Instruction(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "keys", "values")),
+        ("block_stride", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("kind", "sampled", "source", "residual", "to", "gated", "inputs", "outputs", "bound")),
         *((name, ctypes.c_int32) for name in ("blocks", "query_heads", "kv_heads", "head_dim", "format")),
         ("number", ctypes.c_float),
@@ -227,6 +228,7 @@ def _mirror(item: Instruction, plan: Plan) -> _Instruction:
         address(item.bias),
         address(None if cache is None else cache.keys),
         address(None if cache is None else cache.values),
+        0 if cache is None else cache.keys.stride(0),
         item.kind,
         item.to.rows,
         place(item.source),

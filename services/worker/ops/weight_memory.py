@@ -1,8 +1,8 @@
 """Memory for packed weights: one behind the other, large ones by themselves, in huge pages where the system has them.
 
 A step reads all weights once. In pages of 4 KiB that asks for an address translation every 64 lines, and the hardware's reading ahead stops
-at each page's end: on an AMD EPYC a decode step of one row took 21 ms, and 16 ms in pages of 2 MiB. The KV cache stays as it is: there
-huge pages brought 2% at most, and one block in use would hold 2 MiB of each layer.
+at each page's end: on an AMD EPYC a decode step of one row took 21 ms, and 16 ms in pages of 2 MiB. The KV cache lies in such pages too
+(kv_cache.py).
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ class WeightMemory:
 
     def _take(self, size: int) -> torch.Tensor:
         if size > _AREA_BYTES // 2:  # an area of its own: such ones, one after the other, would leave half of the addresses unused
-            return _area(size)[:size]
+            return huge_area(size)[:size]
         if self._used + size > self._area.numel():
-            self._area, self._used = _area(_AREA_BYTES), 0
+            self._area, self._used = huge_area(_AREA_BYTES), 0
         place = self._area[self._used : self._used + size]
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         return place
 
 
-def _area(size: int) -> torch.Tensor:
-    """At least `size` bytes of zeros from a huge page's beginning on, uint8; as ordinary pages where the system refuses others."""
+def huge_area(size: int) -> torch.Tensor:
+    """At least `size` bytes of zeros from a huge page's beginning on, uint8; as ordinary pages where the system refuses others.
+
+    Nothing of it is in memory before it is touched. Raises MemoryError.
+    """
     try:
         pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no memory for {size >> 20} MiB of weights") from error
+        raise MemoryError(f"no memory for {size >> 20} MiB") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)

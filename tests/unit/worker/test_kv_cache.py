@@ -26,6 +26,16 @@ def test_the_cache_has_the_shape_that_the_operations_expect(tiny_llama_dir: Path
         assert layer.keys.stride(2) == 1, "tokens of a block lie side by side"
 
 
+def test_all_layers_parts_of_a_block_lie_side_by_side(tiny_llama_dir: Path):
+    config = ModelDirectory(tiny_llama_dir).config
+    layers, size = allocate(config, 5, torch.float32), block_bytes(config, torch.float32)
+    parts = [part for layer in layers for part in (layer.keys, layer.values)]
+    starts = [[part[block].data_ptr() for part in parts] for block in range(5)]
+    assert [start[0] for start in starts] == [starts[0][0] + block * size for block in range(5)]
+    for start in starts:
+        assert [at - start[0] for at in start] == list(range(0, size, size // len(parts)))
+
+
 def test_the_budget_is_what_was_asked_for_or_a_share_or_a_modest_default():
     assert budget_bytes(wanted=123, utilization=0.5, memory=GIB, weights=0) == 123
     assert budget_bytes(wanted=None, utilization=0.5, memory=10 * GIB, weights=2 * GIB) == 3 * GIB

@@ -95,6 +95,12 @@ REFUSED: dict[str, tuple[Callable[[CpuOps, StepInputs, LayerCache, Value], objec
         lambda ops, inputs, cache, x: ops.rope_and_cache(x, torch.zeros(8, 16), layer_cache(dtype=torch.half), inputs, HEADS),
         r"float16",
     ),
+    "a cache whose keys and values lie apart": (
+        lambda ops, inputs, cache, x: ops.rope_and_cache(
+            x, torch.zeros(8, 16), LayerCache(cache.keys[::2], cache.values[:2]), inputs, HEADS
+        ),
+        r"a cache of shape \(2, 1, 16, 16\)",
+    ),
     "other rows": (
         lambda ops, inputs, cache, x: ops.rope_and_cache(x, torch.zeros(8, 16), cache, SimpleNamespace(), HEADS),
         r"the step's own rows",

@@ -62,7 +62,7 @@ struct Tile {
     int rows, dim, group;
     int first, last;  // positions of the first query, and before which the last one's end
     const float *keys[kStretchBlocks], *values[kStretchBlocks];            // blocks of the present stretch
-    const float *next_keys[kStretchBlocks], *next_values[kStretchBlocks];  // and of the one behind it
+    const float *next_keys[kStretchBlocks], *next_values[kStretchBlocks];  // and of what is read next
     int blocks;
 
     // Positions from `at` on that a row sees; not positive where it sees none.
@@ -88,7 +88,7 @@ inline int rows_at_once(int left) {
 template <int N, int kBlocks, bool kFetch>
 TOKENLOOM_INLINE void score(Tile &tile, int row, int block) {
     constexpr int registers = kBlocks * kParts;
-    const float *queries = tile.queries + row, *const *keys = tile.keys + block, *const *next = tile.next_keys + block;
+    const float *queries = tile.queries + row, *const *keys = tile.keys + block, *const *next = tile.next_keys;
     const int dim = tile.dim, stride = tile.rows;
     Lanes sums[N][registers];
 #pragma GCC unroll 8
@@ -99,7 +99,7 @@ TOKENLOOM_INLINE void score(Tile &tile, int row, int block) {
     for (int d = 0; d < dim; ++d, queries += stride) {
         Lanes key[registers];
         for (int j = 0; j < registers; ++j) key[j] = TOKENLOOM_CONST_LANES(keys[j / kParts] + d * kBlock + j % kParts * kLanes);
-        for (int j = 0; kFetch && j < kBlocks; ++j) __builtin_prefetch(next[j] + d * kBlock, 0, 2);
+        for (int j = 0; kFetch && j < kStretchBlocks; ++j) __builtin_prefetch(next[j] + d * kBlock, 0, 2);
         for (int i = 0; i < N; ++i) {
             const float query = queries[i];
             for (int j = 0; j < registers; ++j) sums[i][j] = multiply_add(query, key[j], sums[i][j]);
@@ -121,11 +121,16 @@ inline void score_rows(Tile &tile, int from, int at) {
         int block = 0;
         for (; block + kAcrossBlocks <= blocks; block += kAcrossBlocks) {
             with_rows<kAttentionRows>(count, [&](auto n) {
-                if (row == from) return score<n.value, kAcrossBlocks, true>(tile, row, block);
+                if (row == from && block == 0) return score<n.value, kAcrossBlocks, true>(tile, row, block);
                 score<n.value, kAcrossBlocks, false>(tile, row, block);
             });
         }
-        for (; block < blocks; ++block) with_rows<kAttentionRows>(count, [&](auto n) { score<n.value, 1, false>(tile, row, block); });
+        for (; block < blocks; ++block) {
+            with_rows<kAttentionRows>(count, [&](auto n) {
+                if (row == from && block == 0) return score<n.value, 1, true>(tile, row, block);
+                score<n.value, 1, false>(tile, row, block);
+            });
+        }
     }
 }
 
@@ -209,6 +214,10 @@ TOKENLOOM_INLINE void weigh(const Tile &tile, float *out, int row, int column, i
             }
         }
     }
+    for (int at = to; kFetch && at < kStretch; ++at) {
+        const float *next = tile.next_values[at / kBlock] + at % kBlock * dim + column;
+        for (int j = 0; j < kRegisters * kLanes; j += 16) __builtin_prefetch(next + j, 0, 2);
+    }
     for (int i = 0; i < N; ++i) {
         for (int j = 0; j < kRegisters; ++j) TOKENLOOM_LANES(out + i * dim + j * kLanes) = sums[i][j];
     }
@@ -237,30 +246,47 @@ inline void weigh_rows(const Tile &tile, float *out, int from, int at) {
     }
 }
 
-// Where the blocks of the stretch at `at` lie, and those of the next (or these once more).
-inline void find_blocks(const tokenloom::Attention &args, Tile &tile, const tokenloom::QueryTile &which, int at) {
-    const int32_t *table = args.tables + (int64_t)which.row * args.table_width;
+// Position before which the tile's last query ends.
+inline int end_of(const tokenloom::Attention &args, const tokenloom::QueryTile &which) {
+    const int tokens = args.query_starts[which.row + 1] - args.query_starts[which.row];
+    return args.kv_lengths[which.row] - tokens + which.first + which.tokens;
+}
+
+// Where the keys of the tile's head in the `index`th block of its row lie; its values lie as far from their beginning.
+inline int64_t block_at(const tokenloom::Attention &args, const tokenloom::QueryTile &which, int index) {
+    const int64_t block = args.tables[(int64_t)which.row * args.table_width + index];
+    return block * args.block_stride + (int64_t)which.kv_head * args.head_dim * kBlock;
+}
+
+// Where the blocks of the stretch at `at` lie, and those of the next one: behind the last that of the tile which comes next, if any is
+// known. What there is no more of is the last block once more.
+inline void find_blocks(const tokenloom::Attention &args, Tile &tile, const tokenloom::QueryTile &which, int at,
+                        const tokenloom::QueryTile *following) {
     const int end = (tile.last + kBlock - 1) / kBlock, first = at / kBlock;
-    const int64_t stride = (int64_t)args.head_dim * kBlock;
     tile.blocks = std::min(kStretchBlocks, end - first);
     for (int block = 0; block < tile.blocks; ++block) {
-        const int following = first + block + kStretchBlocks < end ? first + block + kStretchBlocks : first + block;
-        const int64_t place = ((int64_t)table[first + block] * args.kv_heads + which.kv_head) * stride;
-        const int64_t next = ((int64_t)table[following] * args.kv_heads + which.kv_head) * stride;
+        const int64_t place = block_at(args, which, first + block);
         tile.keys[block] = args.keys + place, tile.values[block] = args.values + place;
-        tile.next_keys[block] = args.keys + next, tile.next_values[block] = args.values + next;
+    }
+    const bool goes_on = first + kStretchBlocks < end || following == nullptr;
+    const tokenloom::QueryTile &next = goes_on ? which : *following;
+    const int start = goes_on ? first + kStretchBlocks : 0, last = (end_of(args, next) - 1) / kBlock;
+    for (int block = 0; block < kStretchBlocks; ++block) {
+        const int64_t place = block_at(args, next, std::min(start + block, last));
+        tile.next_keys[block] = args.keys + place, tile.next_values[block] = args.values + place;
     }
 }
 
 // What the tile's rows see of a span.
-void attend(const tokenloom::Attention &args, Tile &tile, const tokenloom::QueryTile &which, int span, const Seen &to) {
+void attend(const tokenloom::Attention &args, Tile &tile, const tokenloom::QueryTile &which, int span, const Seen &to,
+            const tokenloom::QueryTile *following) {
     std::fill(to.out, to.out + tile.rows * tile.dim, 0.0f);
     std::fill(to.maximum, to.maximum + tile.rows, kLeastScore);
     std::fill(tile.sums, tile.sums + tile.rows * kLanes, 0.0f);
     const int end = std::min(tile.last, (span + 1) * kSpan);
     for (int at = span * kSpan; at < end; at += kStretch) {
         const int from = at > tile.first ? (at - tile.first) * tile.group : 0;  // rows before it see nothing here
-        find_blocks(args, tile, which, at);
+        find_blocks(args, tile, which, at, following);
         score_rows(tile, from, at);
         for (int row = from; row < tile.rows; ++row) soften(tile, to, row, std::min(kStretch, tile.seen(row, at)));
         weigh_rows(tile, to.out, from, at);
@@ -290,9 +316,8 @@ void merge(const Tile &tile, const Seen &total, const Seen &part, int span) {
 
 void place(const tokenloom::Attention &args, Tile &tile, const tokenloom::QueryTile &which) {
     tile.group = args.query_heads / args.kv_heads, tile.dim = args.head_dim, tile.rows = which.tokens * tile.group;
-    const int tokens = args.query_starts[which.row + 1] - args.query_starts[which.row];
-    tile.first = args.kv_lengths[which.row] - tokens + which.first;
-    tile.last = tile.first + which.tokens;
+    tile.last = end_of(args, which);
+    tile.first = tile.last - which.tokens;
 }
 
 // Where the tile's row lies among the step's queries and results.
@@ -317,15 +342,15 @@ void store_result(const tokenloom::Attention &args, const Tile &tile, const toke
     }
 }
 
-// A whole tile.
-void attention(const tokenloom::Attention &args, tokenloom::QueryTile which) {
+// A whole tile. `following`: the one that this thread will probably compute next, or null.
+void attention(const tokenloom::Attention &args, tokenloom::QueryTile which, const tokenloom::QueryTile *following) {
     Tile tile;
     place(args, tile, which);
     load_queries(args, tile, which);
     const Seen total = seen_in(tile.total, tile.rows, tile.dim), part = seen_in(tile.span, tile.rows, tile.dim);
-    attend(args, tile, which, 0, total);
+    attend(args, tile, which, 0, total, following);
     for (int span = 1; span * kSpan < tile.last; ++span) {
-        attend(args, tile, which, span, part);
+        attend(args, tile, which, span, part, following);
         merge(tile, total, part, span);
     }
     store_result(args, tile, which, total);
@@ -337,7 +362,7 @@ void attention_spans(const tokenloom::Attention &args, tokenloom::QueryTile whic
     place(args, tile, which);
     load_queries(args, tile, which);
     for (int span = spans.first; span < spans.last; ++span)
-        attend(args, tile, which, span, seen_in(parts + (int64_t)span * tile.rows * (tile.dim + 2), tile.rows, tile.dim));
+        attend(args, tile, which, span, seen_in(parts + (int64_t)span * tile.rows * (tile.dim + 2), tile.rows, tile.dim), nullptr);
 }
 
 // A tile's result from the parts of all its spans.

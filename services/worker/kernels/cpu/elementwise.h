@@ -49,8 +49,8 @@ void rope_cache(const tokenloom::RopeCache &args, Range tokens) {
         for (int head = 0; head < args.query_heads; ++head) rotate(qkv + head * dim, rotation, dim / 2, queries + head * dim, 1);
         for (int head = 0; head < args.kv_heads; ++head) {
             const float *key = qkv + (args.query_heads + head) * dim, *value = key + args.kv_heads * dim;
-            float *keys = args.keys + (block * args.kv_heads + head) * dim * kBlock + offset;
-            float *values = args.values + ((block * args.kv_heads + head) * kBlock + offset) * dim;
+            float *keys = args.keys + block * args.block_stride + head * dim * kBlock + offset;
+            float *values = args.values + block * args.block_stride + (head * kBlock + offset) * dim;
             rotate(key, rotation, dim / 2, keys, kBlock);
             for (int i = 0; i < dim; ++i) values[i] = value[i];
         }

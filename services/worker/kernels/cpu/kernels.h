@@ -42,6 +42,7 @@ struct Attention {
     const int32_t *query_starts;  // [R + 1]: first token of each row
     const int32_t *kv_lengths;    // [R]: tokens of the sequence up to and with this step's
     const int32_t *tables;        // [R, table_width]: block ids
+    int64_t block_stride;         // floats from a block's keys (values) to the next one's: at least K * D * kBlock
     int32_t table_width, query_heads, kv_heads, head_dim;
     float scale;
 };
@@ -108,6 +109,7 @@ struct RopeCache {
     const int64_t *cache_slots;  // [T]: block * kBlock + offset
     float *keys;                 // [blocks, K, D, kBlock]
     float *values;               // [blocks, K, kBlock, D]
+    int64_t block_stride;        // floats from a block's keys (values) to the next one's
     int32_t query_heads, kv_heads, head_dim;
 };
 
@@ -140,7 +142,8 @@ struct Variant {
     void (*linear)(const Linear &, Range panels, Range rows);
     void (*norm)(const Norm &, Range rows);
     void (*rope_cache)(const RopeCache &, Range tokens);
-    void (*attention)(const Attention &, QueryTile tile);
+    // `following`: the tile that is computed next, whose first keys and values are asked for meanwhile; or null.
+    void (*attention)(const Attention &, QueryTile tile, const QueryTile *following);
     // The same in two: spans of the tile, each into its own [rows * (D + 2)] floats of `parts`, then all of them into the result.
     void (*attention_spans)(const Attention &, QueryTile tile, Range spans, float *parts);
     void (*attention_merge)(const Attention &, QueryTile tile, float *parts);

@@ -216,13 +216,13 @@ void Program::run_piece(size_t index, uint32_t piece) const {
             return variant_.norm({to, from, item.weight, item.outputs, item.number}, rows);
         case Kind::kRopeCache:
             return variant_.rope_cache({to, from, item.weight, inputs_.positions, inputs_.cache_slots, item.keys, item.values,
-                                        item.query_heads, item.kv_heads, item.head_dim},
+                                        item.block_stride, item.query_heads, item.kv_heads, item.head_dim},
                                        rows);
         case Kind::kAttention:
             return tilings_[cuts_[index].tiling].run(
                 variant_,
-                {to, from, item.keys, item.values, inputs_.query_starts, inputs_.kv_lengths, inputs_.tables, inputs_.table_width,
-                 item.query_heads, item.kv_heads, item.head_dim, item.number},
+                {to, from, item.keys, item.values, inputs_.query_starts, inputs_.kv_lengths, inputs_.tables, item.block_stride,
+                 inputs_.table_width, item.query_heads, item.kv_heads, item.head_dim, item.number},
                 piece);
         case Kind::kQuantize:
             return variant_.quantize({to, from, item.inputs}, rows);

@@ -32,6 +32,7 @@ struct Instruction {
     const float *weight;  // embedding: table; linear: panels, of bytes where they are integers; norm: [width]; rope: rotations
     const float *bias;    // linear
     float *keys, *values;  // rope, attention: the layer's cache
+    int64_t block_stride;  // floats from one of its blocks to the next
     Kind kind;
     int32_t sampled;                        // its rows are the sampled tokens (1) or all tokens (0)
     int32_t from, residual, to;             // places; residual is a product's, or kNoPlace

@@ -37,7 +37,7 @@ int32_t Tiling::spans_of(const QueryTile &tile, const int32_t *query_starts, con
 // Tiles of a head follow one another: they read the same keys and values, as long as a cache holds them.
 void Tiling::cut(const int32_t *query_starts, const int32_t *kv_lengths, int32_t rows, int members) {
     tiles_.clear(), pieces_.clear(), shared_.clear();
-    part_floats_ = 0;
+    part_floats_ = 0, members_ = members;
     int64_t all = 0;
     for (int32_t row = 0; row < rows; ++row) {
         const int32_t tokens = query_starts[row + 1] - query_starts[row], most = kTileRows / group_;
@@ -91,12 +91,19 @@ void Tiling::make_room() {
     for (size_t index = 0; index < shared_.size(); ++index) missing_[index].store(shared_[index].pieces, std::memory_order_relaxed);
 }
 
+// The tile that a member meets next if all take turns, where that is begun from its sequence's start; else null.
+const QueryTile *Tiling::first_after(uint32_t piece) const {
+    const size_t next = static_cast<size_t>(piece) + members_;
+    return next < pieces_.size() && pieces_[next].spans.first == 0 ? &tiles_[pieces_[next].first] : nullptr;
+}
+
 // Who computes a shared tile's last piece merges them all, and sets the count anew for the next layer, which begins when all pieces are
 // done.
 void Tiling::run(const Variant &variant, const Attention &args, uint32_t piece) const {
     const Piece &item = pieces_[piece];
     if (item.shared < 0) {
-        for (int32_t tile = item.first; tile < item.last; ++tile) variant.attention(args, tiles_[tile]);
+        for (int32_t tile = item.first; tile < item.last; ++tile)
+            variant.attention(args, tiles_[tile], tile + 1 < item.last ? &tiles_[tile + 1] : first_after(piece));
         return;
     }
     float *parts = parts_.get() + shared_[item.shared].parts;

@@ -48,12 +48,14 @@ class Tiling {
     int32_t spans_of(const QueryTile &tile, const int32_t *query_starts, const int32_t *kv_lengths) const;
     void share(int32_t tile, int32_t spans, int32_t at_once);
     void make_room();
+    const QueryTile *first_after(uint32_t piece) const;
 
     const int32_t group_, kv_heads_, head_dim_;
     std::vector<QueryTile> tiles_;
     std::vector<Piece> pieces_;
     std::vector<Shared> shared_;
     int64_t part_floats_ = 0;
+    int32_t members_ = 1;
     std::unique_ptr<float[]> parts_;
     int64_t parts_capacity_ = 0;
     std::unique_ptr<std::atomic<int32_t>[]> missing_;
