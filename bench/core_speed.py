@@ -25,6 +25,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
+from bench.command import run
 from libs.blocks import BLOCK_SIZE, block_hashes, blocks_for
 from libs.packing import pack_ids
 from libs.sampling import SamplingParams
@@ -221,4 +222,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(main))

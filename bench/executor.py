@@ -20,12 +20,14 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.command import run, whole
 from libs.blocks import blocks_for
 from libs.sampling import SamplingParams
 from services.worker import numerics, openmp
 from services.worker.batch import Batch, Opening, Row
 from services.worker.config import WorkerConfig
 from services.worker.engine import Engine, load
+from services.worker.host import usable_cpus
 from services.worker.ops.native import Program
 from services.worker.slots import SlotTable, StagedRow
 
@@ -139,9 +141,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--kernels", nargs="+", choices=["cpu", "reference"], default=["cpu"])
     parser.add_argument("--quantization", nargs="+", choices=["none", "int8", "int4"], default=["none"])
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--busy", type=int, default=0)
+    parser.add_argument("--threads", type=whole(1), default=usable_cpus())
+    parser.add_argument("--rounds", type=whole(1), default=10)
+    parser.add_argument("--busy", type=whole(0), default=0)
     parser.add_argument("--kinds", action="store_true", help="print the time of each kind of operation too, in milliseconds a step")
     args = parser.parse_args(argv)
     pairs = [(kernels, quantization) for kernels in args.kernels for quantization in args.quantization]
@@ -156,4 +158,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(main))

@@ -23,6 +23,7 @@ import psutil
 import uvloop
 from rich.console import Console
 
+from bench.command import run
 from bench.http import ConnectError, DisconnectedError, MalformedError, Target, exchange
 from bench.loops import closed_loop, open_loop
 from bench.machine import CpuMeter, CpuUse, Machine, server_processes
@@ -208,4 +209,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

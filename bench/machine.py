@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from services.worker.host import usable_cpus
+
 _PACKAGES = ("tokenloom", "torch", "grpcio", "uvicorn", "httptools", "uvloop")
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,7 +39,7 @@ class Machine:
         """This machine, now."""
         return cls(
             cpu=_cpu_name(),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=usable_cpus(),
             memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
             system=f"{platform.system()} {platform.release()} {platform.machine()}",
             python=platform.python_version(),

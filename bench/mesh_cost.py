@@ -35,6 +35,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.command import run, whole, writable
 from bench.load import drive, parse
 from bench.replay import LoneRunner
 from bench.stats import summarize
@@ -165,11 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--workloads", nargs="+", choices=["a", "b", "c", "d"], default=["a", "b", "c"])
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=whole(1), default=1)
     parser.add_argument("--port", type=int, default=8730)
     parser.add_argument("--seed", type=int, default=100)
-    parser.add_argument("--num-prompts", type=int, default=0, help="requests of each workload (default: the workload's own)")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--num-prompts", type=whole(0), default=0, help="requests of each workload (default: the workload's own)")
+    parser.add_argument("--json", type=writable)
     args = parser.parse_args(words[: words.index("--")] if "--" in words else words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the mesh ends too
     lone, turns = LoneRunner(lone_config(args.model, flags)), list[Turn]()
@@ -188,4 +189,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -21,7 +21,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from bench.command import readable, run, whole, writable
 from libs.blocks import blocks_for
+from libs.errors import ErrorCode, TokenloomError
 from libs.logprobs import TokenLogprobs
 from libs.sampling import SamplingParams
 from services.worker.batch import Batch, Opening, Row
@@ -74,9 +76,10 @@ def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, i
 
 
 def score(engine: Engine, tokens: Sequence[int], window: int, stride: int) -> Scores:
-    """Reads `tokens` in windows, each as one step's prompt. Raises ValueError for windows that the engine cannot take."""
+    """Reads `tokens` in windows, each as one step's prompt. Raises TokenloomError for windows that the engine cannot take."""
     if not 2 <= window <= engine.facts.max_model_len or not 1 <= stride < window:
-        raise ValueError(f"windows of 2 to {engine.facts.max_model_len} tokens are read, at a stride below that")
+        limits = f"windows of 2 to {engine.facts.max_model_len} tokens are read, at a stride below that"
+        raise TokenloomError(ErrorCode.INVALID_REQUEST, limits)
     scores = Scores([], [])
     for start, end, counted in windows(len(tokens), window, stride):
         told = _told(engine, tokens[start:end])[counted - start :]
@@ -95,8 +98,8 @@ def _told(engine: Engine, tokens: Sequence[int]) -> Sequence[TokenLogprobs]:
 
 
 def read(model: Path, text: Path) -> list[int]:
-    """The tokens of a text, without special ones."""
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    """The tokens of a text, without special ones. Raises OSError where the model has no tokenizer.json."""
+    tokenizer = Tokenizer.from_str((model / "tokenizer.json").read_text(encoding="utf-8"))
     ids: list[int] = tokenizer.encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids
     return ids
 
@@ -127,13 +130,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--quantization", nargs="+", choices=FORMS, default=list(FORMS))
-    parser.add_argument("--text", type=Path, default=SAMPLE)
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--stride", type=int, default=256)
+    parser.add_argument("--text", type=readable, default=SAMPLE)
+    parser.add_argument("--window", type=whole(2), default=512)
+    parser.add_argument("--stride", type=whole(1), default=256)
     parser.add_argument("--kernels", choices=["auto", "cpu", "reference"], default="auto")
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--json", type=Path, help="write the reports there too")
+    parser.add_argument("--threads", type=whole(1), default=None)
+    parser.add_argument("--json", type=writable, help="write the reports there too")
     args = parser.parse_args(argv)
+    if args.stride >= args.window:
+        parser.error(f"argument --stride: {args.stride} is not less than the window of {args.window}")
     reports = []
     for report in measure(args):
         reports.append(report)
@@ -148,4 +153,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(main))

@@ -17,8 +17,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from bench.command import run, whole
 from bench.limits import Limits, measure_limits
 from services.worker import openmp
+from services.worker.host import usable_cpus
 from services.worker.kernels.cpu.build import ensure_library
 from services.worker.ops.base import StepInputs, Value
 from services.worker.ops.cpu import CpuOps
@@ -106,9 +108,9 @@ def measure(contenders: dict[str, Products], limits: Limits, rows: int, rounds: 
     x = torch.randn(rows, HIDDEN)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
-        for name, run in contenders.items():
+        for name, product in contenders.items():
             began = time.perf_counter()
-            run(x)
+            product(x)
             if turn:  # the first warms up
                 times[name].append((time.perf_counter() - began) * 1000)
     least = limit_ms(limits, rows)
@@ -121,9 +123,9 @@ def measure(contenders: dict[str, Products], limits: Limits, rows: int, rounds: 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures the limits, then the products, and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), choices=range(1, max(ROWS) + 1), metavar="N")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=whole(1, max(ROWS)), nargs="+", default=list(ROWS), metavar="N")
+    parser.add_argument("--threads", type=whole(1), default=usable_cpus())
+    parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--others", nargs="*", choices=list(OTHERS), default=[])
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -141,4 +143,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(main))

@@ -141,7 +141,8 @@ def _stop_on_signals(supervisor: Supervisor, output: Output) -> asyncio.Event:
 def _failure_text(failure: StartFailure) -> str:
     lines = [f"tokenloom serve: error: {failure.service} {failure.reason} before the mesh was ready"]
     if failure.reason.endswith("SIGKILL"):
-        lines.append("  (the kernel kills a process like this when memory runs out; see --kv-cache-memory-bytes and --max-model-len)")
+        lines.append("  (the kernel kills a process like this when memory runs out: --quantization int8 makes the weights smaller,")
+        lines.append("  --kv-cache-memory-bytes and --max-model-len the KV cache)")
     return "\n".join([*lines, *(f"  {failure.service} | {line}" for line in failure.tail)])
 
 

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from bench.command import run as run_command
+from bench.command import whole
 from bench.machine import Machine
 from bench.peers import gate
 from bench.peers.environments import InstallError, install, stamp
@@ -41,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     install_.add_argument("names", nargs="*", help="only these (default: all)")
     for name, text in (("run", "run what is missing, then report"), ("report", "the tables of what there is")):
         sub = commands.add_parser(name, help=text)
-        sub.add_argument("--rounds", type=int, default=3, help="how often each server runs (default 3)")
+        sub.add_argument("--rounds", type=whole(1), default=3, help="how often each server runs (default 3)")
         sub.add_argument("--servers", nargs="+", metavar="NAME", help="only these servers (bench/peers/servers.py; default: all)")
         sub.add_argument("--out", type=Path, help="where results lie until they are reported (default: by tree and machine, in the cache)")
         sub.add_argument("--model", help="directory with one GGUF, as for `tokenloom serve` (default: the packaged model)")
@@ -62,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "install":
             install(args.names or None, _say)
             return 0
-        if args.rounds < 1:
-            parser.error("--rounds must be at least 1")
         servers = named(args.servers)
     except ValueError as error:
         parser.error(str(error))
@@ -73,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = Machine.here()
     weights = prepare(resolve(args.model, progress=_say))
     out = args.out or run_folder(machine)
+    if args.command == "report" and not any(out.glob("round-*")):
+        print(f"nothing has been measured under {out}: `make bench` does; reports that were committed are in {_COMMITTED}", file=sys.stderr)
+        return 1
     if args.command == "run" and not _run(args, servers, weights, out):
         return 1
     results = Results(out, servers, args.rounds, weights.bytes_float32, args.workloads)
@@ -115,4 +118,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

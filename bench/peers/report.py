@@ -32,7 +32,8 @@ def markdown(results: Results, machine: Machine, weights: SharedWeights) -> str:
         f"Tree {', '.join(results.trees()) or 'unknown'}. Rounds: {len(results.rounds)}, "
         "servers one after the other, every second round backwards.",
         f"Model: {weights.model}; every float32 server has the same bits.",
-        "Written by `make bench`; docs/benchmarks.md says what each figure means and what is weak in the comparison.",
+        "Written by `make bench`; docs/benchmarks.md says what each figure means and what is weak in the comparison, "
+        "docs/performance.md why a target was not reached.",
         "",
     ]
     lines += _targets(results)

@@ -30,6 +30,7 @@ from bench.peers.plan import Load, disturbed, folder, good, missing, order, perp
 from bench.peers.process import ServerProcess, StartError, answers
 from bench.peers.servers import BOUND_BY_MEMORY, Server
 from bench.peers.weights import SharedWeights
+from services.worker.host import usable_cpus
 from tools.ports import free_port
 
 # Whatever a server still does when it has said that it is ready is done when its loads begin.
@@ -130,7 +131,7 @@ class Comparison:
 
     def words(self, server: Server, words: Sequence[str], port: int) -> list[str]:
         """Words of a command or of variables with the places in braces filled in."""
-        cores = sorted(os.sched_getaffinity(0))
+        cores = sorted(os.sched_getaffinity(0))[: usable_cpus()]
         values = {
             "port": port,
             "model": self.model(server),

@@ -35,7 +35,9 @@ def choose_dtype(name: str) -> torch.dtype:
 
 def use_threads(wanted: int | None) -> int:
     """Sets torch's team while loading: `wanted`, else the CPUs that the process or its container may use. Returns its size."""
-    threads = wanted or host.usable_cpus()
+    threads, cpus = wanted or host.usable_cpus(), host.usable_cpus()
+    if threads > cpus:
+        _log.warning("more threads than CPUs: a step waits for the last of them", threads=threads, cpus=cpus)
     torch.set_num_threads(threads)
     return threads
 

@@ -12,6 +12,7 @@ from hypothesis import given
 
 from bench import perplexity
 from bench.perplexity import Scores, score, windows
+from libs.errors import TokenloomError
 from tests.unit.worker.helpers import load_engine
 
 
@@ -42,7 +43,7 @@ def test_agreement_is_the_share_of_equal_places():
 
 @pytest.mark.parametrize(("window", "stride"), [(1, 1), (8, 8), (8, 0), (10_000, 4)])
 def test_windows_that_cannot_be_read_are_refused(tiny_llama_dir: Path, window: int, stride: int):
-    with pytest.raises(ValueError, match="windows of 2 to 512 tokens"):
+    with pytest.raises(TokenloomError, match="windows of 2 to 512 tokens"):
         score(load_engine(tiny_llama_dir), [3, 4, 5], window, stride)
 
 

@@ -177,6 +177,16 @@ def test_the_thread_count_is_set_and_defaults_to_the_cpus_of_this_process():
     assert numerics.use_threads(None) == torch.get_num_threads()
 
 
+def test_more_threads_than_cpus_are_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(numerics.host, "usable_cpus", lambda: 1)
+    before = torch.get_num_threads()
+    assert numerics.use_threads(1) == 1
+    assert "more threads than CPUs" not in "".join(capsys.readouterr())
+    assert numerics.use_threads(2) == 2
+    assert "more threads than CPUs" in "".join(capsys.readouterr())
+    torch.set_num_threads(before)
+
+
 def test_beside_a_team_of_its_own_torch_keeps_one_thread(tiny_llama_dir: Path):
     load_engine(tiny_llama_dir, kernels="cpu", threads=2)
     assert torch.get_num_threads() == 1
