@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from bench.peers.places import digest, root
 from libs.models.cache import ensure_entry, link_or_copy
 from libs.models.directory import ModelDirectory
-from services.worker.gguf_index import StoredTensor, read_index
+from libs.models.gguf_index import StoredTensor, read_index
 from services.worker.weights import GGUF_LAYER_NAMES, GgufSource
 
 VERSION = 1  # raise it when the same GGUF would come out differently

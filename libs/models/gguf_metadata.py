@@ -10,6 +10,7 @@ import numpy as np
 from gguf import GGUFReader
 
 from libs.errors import ErrorCode, TokenloomError
+from libs.models.gguf_index import read_index
 
 ValueT = TypeVar("ValueT")
 _MISSING = object()
@@ -21,6 +22,7 @@ class GGUFMetadata:
     def __init__(self, path: Path) -> None:
         """Raises TokenloomError(INVALID_REQUEST) when the file cannot be read as GGUF."""
         try:
+            read_index(path)  # says what a file that is cut short lacks, where the reader says what its arrays cannot do
             reader = GGUFReader(str(path))
         except Exception as error:  # the reader trusts the file: one that is cut off fails with whatever comes first
             raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{path} cannot be read as GGUF: {error}") from error

@@ -23,7 +23,7 @@ from services.worker.config import WorkerConfig
 from services.worker.logprobs import Kept, Told
 from services.worker.models.registry import Model, build
 from services.worker.ops.base import HeadShape, Ops, Step
-from services.worker.quantized_reader import HEAD, QuantizedReader
+from services.worker.quantized_reader import HEAD, QuantizedReader, check_widths
 from services.worker.sampling.custom import CustomProcessor, load_processors
 from services.worker.sampling.picking import Picker, pick
 from services.worker.sampling.sampler import Sampled, sample
@@ -78,11 +78,16 @@ class Engine:
         self.step.settle()
 
     def warm_up(self) -> None:
-        """Computes one token in block 0, so that libraries are loaded and buffers made before the first request."""
+        """Computes one token in block 0, so that libraries are loaded and buffers made before the first request.
+
+        Raises TokenloomError(INVALID_REQUEST) when its logits are not finite: every request would fail.
+        """
         ids, none = np.zeros(1, np.int32), np.empty(0, np.int32)
         opening = Opening(0, "warm-up", ids, none, 0, ids, SamplingParams(max_tokens=1), None, 0)
         batch = Batch(0, 0, 0, 1, (), (opening,), (Row(0, 1, True, none),))
-        self.execute(SlotTable(self.limits, ()).stage(batch).rows)
+        if self.execute(SlotTable(self.limits, ()).stage(batch).rows).non_finite:
+            text = f"the logits of its first token are not finite: its weights hold NaN or infinity, or overflow in {self.facts.kv_dtype}"
+            raise TokenloomError(ErrorCode.INVALID_REQUEST, f"the model cannot be served: {text}")
 
     @torch.inference_mode()
     def execute(self, rows: Sequence[StagedRow]) -> Executed:
@@ -167,16 +172,18 @@ def _built(config: WorkerConfig, directory: ModelDirectory, ops: Ops, max_positi
     """The model with its weights, in integers where the configuration says so, and the files' bytes. The files are let go."""
     model = directory.config
     source = weights.open_source(directory.weight_files(), model)
-    floats = weights.reader(source, dtype, expected=9 * model.num_hidden_layers + 3)
+    floats, tied = weights.reader(source, dtype, expected=9 * model.num_hidden_layers + 3), model.tie_word_embeddings
     try:
-        if config.quantization is None:
-            tied = model.tie_word_embeddings  # then a head in the file is not served: it need not be readable either
-            return build(model, lambda name: None if tied and name == HEAD else floats(name), ops, max_positions), source.total_bytes
-        integers = QuantizedReader(source, floats, config.quantization, tied_head=model.tie_word_embeddings)
-        built = build(model, integers, ops, max_positions)
+        if config.quantization is None:  # a tied head in the file is not served: it need not be readable either
+            built = build(model, lambda name: None if tied and name == HEAD else floats(name), ops, max_positions)
+        else:
+            check_widths(model, config.quantization)
+            integers = QuantizedReader(source, floats, config.quantization, tied_head=tied)
+            built = build(model, integers, ops, max_positions)
+            integers.log()
     except (KeyError, ValueError) as error:
         raise TokenloomError(ErrorCode.INVALID_REQUEST, f"{directory.path}: {error.args[0]}") from error
-    integers.log()
+    weights.warn_of_unused(source)
     return built, source.total_bytes
 
 

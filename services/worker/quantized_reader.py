@@ -13,9 +13,10 @@ from typing import Literal
 
 import torch
 
+from libs.models.llama_config import LlamaConfig
 from libs.telemetry.logs import get_logger
-from services.worker.ops.quantized import Weight
-from services.worker.quantizing import grouped, per_channel
+from services.worker.ops.quantized import GROUP, Weight
+from services.worker.quantizing import WAY_OUT, grouped, per_channel
 from services.worker.weights import Source
 
 _log = get_logger(__name__)
@@ -23,6 +24,20 @@ _log = get_logger(__name__)
 HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _PRODUCT = "_proj.weight"
+
+
+def check_widths(config: LlamaConfig, quantization: Literal["int8", "int4"]) -> None:
+    """Raises ValueError for a model with products whose inputs are no whole groups, where the form has groups."""
+    if quantization == "int8":
+        return
+    widths = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads * head_dim": config.num_attention_heads * config.head_dim,
+        "intermediate_size": config.intermediate_size,
+    }
+    for name, width in widths.items():
+        if width % GROUP:
+            raise ValueError(f"{name} is {width}, no multiple of {GROUP}, the inputs that share a scale in 4 bits; {WAY_OUT}")
 
 
 class QuantizedReader:
@@ -36,7 +51,10 @@ class QuantizedReader:
         *,
         tied_head: bool,
     ) -> None:
-        """`read`: floats by name; `tied_head`: the head is the embedding's, whatever the file holds under its name."""
+        """`read`: floats by name, of a model that check_widths let pass.
+
+        `tied_head`: the head is the embedding's, whatever the file holds under its name.
+        """
         self._source = source
         self._read = read
         self._quantization = quantization
@@ -68,5 +86,7 @@ class QuantizedReader:
         if floats is None or floats.dim() != 2:
             return floats  # the model says what is wrong
         eight = self._quantization == "int8" or name == HEAD
+        if not eight and floats.shape[1] % GROUP:
+            return floats  # not the configuration's width either: the model says so
         self._rounded["int8" if eight else "int4"] += 1
         return per_channel(floats) if eight else grouped(floats)

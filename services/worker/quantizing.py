@@ -14,17 +14,26 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType
 
-from services.worker.gguf_index import StoredTensor
+from libs.models.gguf_index import StoredTensor
 from services.worker.ops.quantized import GROUP, QuantizedWeight
 
 # Stands in the numerics identity. To be raised with every change by which the same checkpoint gives other integers, scales or minimums.
-REVISION = 2
+REVISION = 3
 
+# Ends the refusal of what 4 bits alone cannot do.
+WAY_OUT = "--quantization int8 takes it"
 _INT8_MOST = 127
 _INT4_MOST = 15
 # Shares of a group's range that the codes may span: a narrower one clips the outermost values and is finer for the others. Squared error on
 # normally distributed weights, codes from the least value to the greatest being 1: the whole range fitted 0.92, two spans 0.90, five 0.87.
 _SPANS = (1.0, 0.95, 0.9, 0.85, 0.8)
+# How far 16 bits may move a group's weights, beside its own: a quarter of a code's step, which the codes' own rounding outdoes, or a
+# 2^-10 of its greatest weight, which is what normal numbers of 16 bits cost at most.
+_OF_A_STEP, _OF_A_GROUP = np.float32(2**-2), np.float32(2**-10)
+# And beside what the weight's groups have for their greatest, on average: a 2^9th of what 4 bits themselves cost there. So groups that were
+# pruned to nearly nothing may become zero, and a weight that is small as a whole (the norm before it makes up for that) is refused.
+_OF_ALL_GROUPS = np.float32(2**-14)
+_MOST_OF_16_BITS = 65_504
 # Weights that a thread works on at a time: its temporaries stay in its core's cache.
 _AT_ONCE = 1 << 17
 
@@ -55,26 +64,34 @@ def per_channel(weight: torch.Tensor) -> QuantizedWeight:
 def grouped(weight: torch.Tensor) -> QuantizedWeight:
     """A float weight [outputs, inputs] in 4 bits, a scale and a minimum for each GROUP inputs, chosen for a small squared error.
 
-    For a few spans of codes within a group's range: codes by rounding, then the scale and minimum that fit them best (least squares).
-    Those of the best span are kept, and codes are rounded once more, to them.
+    For a few spans of codes within a group's range: codes by rounding, then the scale and minimum that fit them best (least squares),
+    rounded to 16 bits, the kernels' form. Those of the best span are kept, and codes are rounded once more, to them.
 
-    Raises ValueError for a weight that is not finite or whose inputs are no multiple of GROUP.
+    Raises ValueError for a weight that is not finite, whose inputs are no multiple of GROUP, or whose scales 16 bits cannot hold.
     """
     outputs, inputs = weight.shape
     if inputs % GROUP:
-        raise ValueError(f"{inputs} inputs are no multiple of {GROUP}, the inputs that share a scale in 4 bits")
+        raise ValueError(f"{inputs} inputs are no multiple of {GROUP}, the inputs that share a scale in 4 bits; {WAY_OUT}")
     codes = np.empty((outputs, inputs), np.int8)
-    scales, minimums = np.empty((2, outputs, inputs // GROUP), np.float32)
+    scales, minimums, greatest, lost = np.empty((4, outputs, inputs // GROUP), np.float32)
 
     def quantize(rows: slice) -> None:
         # A group's values in a column: sums over groups are then sums of rows, whose order can be written out at no cost.
         values = np.ascontiguousarray(weight[rows].float().numpy().reshape(-1, GROUP).T)
-        scale, minimum = _fitted(values)
+        scale, minimum, moved = _fitted(values)
         codes[rows] = _rounded(values, scale, minimum).T.reshape(-1, inputs)
-        scales[rows], minimums[rows] = scale.reshape(-1, inputs // GROUP), minimum.reshape(-1, inputs // GROUP)
+        most = np.maximum(values.max(axis=0), -values.min(axis=0))
+        for whole, part in ((scales, scale), (minimums, minimum), (greatest, most), (lost, moved)):
+            whole[rows] = part.reshape(-1, inputs // GROUP)
 
     _by_rows(quantize, outputs, inputs)
-    return QuantizedWeight(4, torch.from_numpy(codes), _finite(scales), _finite(minimums))
+    _finite(greatest)
+    if not (np.isfinite(scales).all() and np.isfinite(minimums).all()):
+        raise ValueError(f"its groups' scales or minimums in 4 bits are beyond {_MOST_OF_16_BITS:,}; {WAY_OUT}")
+    allowed = np.maximum(greatest * _OF_A_GROUP, scales * _OF_A_STEP)
+    if (lost > np.maximum(allowed, greatest.mean() * _OF_ALL_GROUPS)).any():
+        raise ValueError(f"its weights are so small that the scales of 4 bits, which have 16 bits, cannot tell them apart; {WAY_OUT}")
+    return QuantizedWeight(4, torch.from_numpy(codes), torch.from_numpy(scales), torch.from_numpy(minimums))
 
 
 def _by_rows(quantize: Callable[[slice], None], outputs: int, inputs: int) -> None:
@@ -92,26 +109,32 @@ def _by_rows(quantize: Callable[[slice], None], outputs: int, inputs: int) -> No
         list(pool.map(piece, pieces))
 
 
-def _fitted(values: Floats) -> tuple[Floats, Floats]:
-    """The scale and minimum [N] of groups in columns [GROUP, N]."""
+def _fitted(values: Floats) -> tuple[Floats, Floats, Floats]:
+    """The scale and minimum [N] of groups in columns [GROUP, N], and by how much 16 bits for these move a weight at most [N]."""
     low, high, total = values.min(axis=0), values.max(axis=0), _sum(values)
     middle, kept = (low + high) / 2, None
     for span in _SPANS:
         half = (high - low) * np.float32(span / 2)
         codes = _rounded(values, half * np.float32(2 / _INT4_MOST), middle - half)
-        scale, minimum = _least_squares(values, codes, total)
+        wanted, least = _least_squares(values, codes, total)
+        scale, minimum = _of_16_bits(wanted), _of_16_bits(least)
+        moved = np.abs(scale - wanted) * np.float32(_INT4_MOST) + np.abs(minimum - least)
         codes *= scale
         codes += minimum
         codes -= values
         codes *= codes
         error = _sum(codes)
         if kept is None:
-            kept = error, scale, minimum
+            kept = [error, scale, minimum, moved]
         else:
             better = error < kept[0]
-            kept = np.where(better, error, kept[0]), np.where(better, scale, kept[1]), np.where(better, minimum, kept[2])
+            kept = [np.where(better, new, old) for new, old in zip((error, scale, minimum, moved), kept, strict=True)]
     assert kept is not None
-    return kept[1], kept[2]
+    return kept[1], kept[2], kept[3]
+
+
+def _of_16_bits(values: Floats) -> Floats:
+    return values.astype(np.float16).astype(np.float32)
 
 
 def _least_squares(values: Floats, codes: Floats, total: Floats) -> tuple[Floats, Floats]:

@@ -6,8 +6,9 @@ key head in another order (the halves of the rotation interleaved); that is undo
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from libs.errors import ErrorCode, TokenloomError
+from libs.models.gguf_index import StoredTensor, read_index
 from libs.models.llama_config import LlamaConfig
 from libs.telemetry.logs import get_logger
-from services.worker.gguf_index import StoredTensor, read_index
 from services.worker.ops.quantized import QuantizedWeight
 from services.worker.quantizing import from_blocks, has_groups
 
@@ -38,6 +39,13 @@ GGUF_LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# Tensors that files hold and models here compute themselves, or have no use for: a head where it is tied to the embedding (it is asked for
+# where it is not), and the frequencies of the rotation.
+_NOBODY_NEEDS = re.compile(r"lm_head\.weight|output\.weight|(.*\.)?rotary_emb\.inv_freq|rope_(freqs|factors_long|factors_short)\.weight")
+# Unused tensors that the log names.
+_NAMED = 5
+# A float's: those of 8 bits are quantised.
+_LEAST_BYTES = 2
 _GGUF_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -51,6 +59,10 @@ class Source(Protocol):
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """The weight of a Hugging Face name as stored (GGUF: dequantised to float32); None: there is none. A view of the file, or not."""
+        ...
+
+    def unused(self) -> list[str]:
+        """Names, as the files have them, of the tensors that nobody asked for, save those that files hold as a rule and nobody needs."""
         ...
 
     def has_groups(self, name: str) -> bool:
@@ -76,6 +88,7 @@ class SafetensorsSource:
     def __init__(self, files: tuple[Path, ...]) -> None:
         self._files: dict[Path, Any] = {file: _opened(file) for file in files}
         self._where = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118 - no mapping
+        self._asked: set[str] = set()
 
     @property
     def total_bytes(self) -> int:
@@ -83,14 +96,19 @@ class SafetensorsSource:
         return sum(file.stat().st_size for file in self._files)
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """See Source."""
+        """See Source. Raises TokenloomError(UNSUPPORTED) for integers and floats of 8 bits, whose scales are tensors of their own."""
+        self._asked.add(name)
         file = self._where.get(name)
         if file is None:
             return None
         tensor: torch.Tensor = self._files[file].get_tensor(name)
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < _LEAST_BYTES:
             raise TokenloomError(ErrorCode.UNSUPPORTED, f"{name} is stored as {tensor.dtype}: quantised weights are not supported")
         return tensor
+
+    def unused(self) -> list[str]:
+        """See Source."""
+        return _surprising(self._where.keys() - self._asked)
 
     def has_groups(self, name: str) -> bool:
         """See Source: safetensors of integers are not read."""
@@ -116,6 +134,7 @@ class GgufSource:
         self._file = file
         self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         self._tensors = read_index(file)
+        self._asked: set[str] = set()
 
     @property
     def total_bytes(self) -> int:
@@ -124,6 +143,7 @@ class GgufSource:
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """See Source. Raises TokenloomError(UNSUPPORTED) for a quantisation that the gguf package cannot undo."""
+        self._asked.add(gguf_name(name))
         stored = self._tensors.get(gguf_name(name))
         if stored is None:
             return None
@@ -137,6 +157,10 @@ class GgufSource:
         values = np.ascontiguousarray(values, np.float32)
         return torch.from_numpy(values if values.flags.writeable else values.copy())
 
+    def unused(self) -> list[str]:
+        """See Source."""
+        return _surprising(self._tensors.keys() - self._asked)
+
     def has_groups(self, name: str) -> bool:
         """See Source."""
         stored = self._tensors.get(gguf_name(name))
@@ -144,6 +168,7 @@ class GgufSource:
 
     def groups(self, name: str) -> QuantizedWeight:
         """See Source."""
+        self._asked.add(gguf_name(name))
         stored = self._tensors[gguf_name(name)]
         # Rows change places as bytes: codes, scales and minimums alike.
         heads = self._permuted_heads(stored)
@@ -151,6 +176,18 @@ class GgufSource:
 
     def _permuted_heads(self, stored: StoredTensor) -> int | None:
         return next((count for part, count in self._heads.items() if f".{part}." in stored.name), None)
+
+
+def _surprising(names: Set[str]) -> list[str]:
+    return sorted(name for name in names if not _NOBODY_NEEDS.fullmatch(name))
+
+
+def warn_of_unused(source: Source) -> None:
+    """Logs, once a model is built, what its files hold beside its weights: a bias that the configuration denies changes every answer."""
+    names = source.unused()
+    if names:
+        text = "the files hold tensors that the model's configuration has no place for; answers are computed without them"
+        _log.warning(text, tensors=len(names), first=names[:_NAMED])
 
 
 def gguf_name(name: str) -> str:

@@ -16,6 +16,8 @@ from services.worker.ops.weight_memory import WeightMemory
 # Floats that 32 activations take once they are integers: kernels.h's kQuantizedGroup.
 QUANTIZED_GROUP = GROUP // 4 + 3
 _STEPS = GROUP // 4
+# What rounding to 16 bits changes of a normal number, at most: a part of itself.
+_ROUNDING = 2.0**-11
 
 
 class Format(enum.IntEnum):
@@ -49,7 +51,7 @@ def pack_integers(weight: QuantizedWeight, bias: torch.Tensor | None, memory: We
     """Copies a weight into panels in `memory`. Scales and minimums of groups are rounded to 16 bits: those of Q4_0 and Q4_1 have no more,
     those of Q4_K change by up to 2^-11 of themselves.
 
-    Raises TokenloomError(UNSUPPORTED) for what the kernels have no layout of, and for scales beyond 16 bits; MemoryError.
+    Raises TokenloomError(UNSUPPORTED) for what the kernels have no layout of, and for scales that 16 bits do not hold; MemoryError.
     """
     outputs, inputs = weight.shape
     chosen = _format(weight)
@@ -92,10 +94,13 @@ def _groups(codes: torch.Tensor, chosen: Format) -> torch.Tensor:
 
 def _halves(numbers: torch.Tensor) -> torch.Tensor:
     """Numbers [outputs, groups] in 16 bits, as bytes [panels, groups, 64]."""
-    halves = numbers.half().view(-1, PANEL, numbers.shape[1]).transpose(1, 2)
+    halves = numbers.half()
     if not torch.isfinite(halves).all():
-        raise _refused("scales beyond 65,504 or that are not finite")
-    return _bytes(halves)
+        raise _refused("scales or minimums beyond 65,504; --quantization int8 takes them")
+    # Numbers without an implicit one are kept where they are exact, as a GGUF's own are, those of Q4_K's products too.
+    if ((halves.float() - numbers).abs() > numbers.abs() * _ROUNDING).any():
+        raise _refused("scales or minimums too small for 16 bits; --quantization int8 takes them")
+    return _bytes(halves.view(-1, PANEL, numbers.shape[1]).transpose(1, 2))
 
 
 def _bytes(numbers: torch.Tensor) -> torch.Tensor:

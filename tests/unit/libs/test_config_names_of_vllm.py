@@ -77,6 +77,12 @@ def test_a_quantization_of_nobody_is_no_choice(capsys: pytest.CaptureFixture[str
     assert "not built here" not in message
 
 
+def test_an_empty_quantization_is_told_what_stands_for_nothing(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse(WorkerConfig, ["--model", "m", "--quantization="], prog="worker")
+    assert "--quantization: an empty text is no form of weights; write int8, int4 or None" in capsys.readouterr().err
+
+
 def test_a_quantization_of_none_is_floats():
     assert parse(WorkerConfig, ["--model", "m", "--quantization", "None"], prog="worker").quantization is None
     assert parse(WorkerConfig, ["--model", "m", "--quantization", "int4"], prog="worker").quantization == "int4"

@@ -100,10 +100,58 @@ def test_integers_take_less_of_the_memory_that_weights_and_cache_share():
 
 
 def test_weights_that_cannot_be_integers_are_named(copy: Path):
-    make_tiny_llama(copy, head_dim=10)
-    with pytest.raises(TokenloomError, match=r"self_attn\.o_proj\.weight: 40 inputs are no multiple of 32") as caught:
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 2.0**-30
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(
+        TokenloomError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: .*so small.*--quantization int8 takes it$"
+    ) as caught:
         load_engine(copy, quantization="int4", kernels="reference")
     assert caught.value.code is ErrorCode.INVALID_REQUEST
+    load_engine(copy, quantization="int8")
+
+
+def test_widths_that_are_no_whole_groups_are_named_with_the_way_out(copy: Path):
+    make_tiny_llama(copy, head_dim=10)
+    with pytest.raises(TokenloomError, match=r"num_attention_heads \* head_dim is 40, no multiple of 32.*--quantization int8 takes it$"):
+        load_engine(copy, quantization="int4", kernels="reference")
+    load_engine(copy, quantization="int8", kernels="reference")
+
+
+def test_a_weight_of_another_width_is_named_before_its_groups_are(copy: Path):
+    weights = load_file(copy / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file(weights | {name: weights[name][:, :-1].contiguous()}, copy / "model.safetensors")
+    with pytest.raises(TokenloomError, match=r"down_proj\.weight has shape \(64, 127\), the configuration asks for \(64, 128\)"):
+        load_engine(copy, quantization="int4")
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.q_proj.bias", "model.layers.0.mlp.down_proj.weight"])
+def test_a_model_whose_first_logits_are_not_finite_is_refused(copy: Path, name: str):
+    make_tiny_llama(copy, attention_bias=True)
+    weights = load_file(copy / "model.safetensors")
+    weights[name].view(-1)[0] = float("nan")
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(TokenloomError, match=r"first token are not finite: .* hold NaN or infinity, or overflow in float32") as caught:
+        load_engine(copy)
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_tensors_that_the_configuration_has_no_place_for_are_told_once(copy: Path, capsys: pytest.CaptureFixture[str]):
+    load_engine(copy)
+    assert "no place for" not in "".join(capsys.readouterr())
+    more = {f"model.layers.0.self_attn.{part}_proj.bias": torch.ones(64) for part in "qkv"}
+    more |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    more |= {f"model.layers.{index}.mlp.up_proj.weight": torch.ones(128, 64) for index in (7, 8, 9)}
+    save_file(load_file(copy / "model.safetensors") | more, copy / "model.safetensors")
+    for form in (None, "int8"):
+        load_engine(copy, quantization=form)
+        lines = [line for line in "".join(capsys.readouterr()).splitlines() if "no place for" in line]
+        assert len(lines) == 1
+        assert "k_proj.bias" in lines[0]
+        assert "up_proj.weight" in lines[0]
+        assert "inv_freq" not in lines[0]
+        assert "6" in lines[0]
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

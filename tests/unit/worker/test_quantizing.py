@@ -11,18 +11,20 @@ from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis.extra import numpy as arrays
 
-from services.worker.gguf_index import StoredTensor
+from libs.models.gguf_index import StoredTensor
+from services.worker.ops.integer_packing import pack_integers
 from services.worker.ops.quantized import GROUP
+from services.worker.ops.weight_memory import WeightMemory
 from services.worker.quantizing import from_blocks, grouped, has_groups, per_channel
 
 FOUR_BITS = [GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K]
-# From the least magnitude whose scale is still a normal number to the greatest whose squares are finite.
-MAGNITUDES = st.floats(2.0**-100, 2.0**60, width=32)
-WEIGHTS = arrays.arrays(
-    np.float32,
-    st.tuples(st.integers(1, 5), st.integers(1, 3).map(lambda groups: groups * GROUP)),
-    elements=st.one_of(st.just(0.0), MAGNITUDES, MAGNITUDES.map(lambda value: -value)),
-)
+
+
+def weights_between(least: float, most: float) -> st.SearchStrategy[np.ndarray]:
+    """Weights of zeros and of magnitudes between these."""
+    magnitudes = st.floats(least, most, width=32)
+    shapes = st.tuples(st.integers(1, 5), st.integers(1, 3).map(lambda groups: groups * GROUP))
+    return arrays.arrays(np.float32, shapes, elements=st.one_of(st.just(0.0), magnitudes, magnitudes.map(lambda value: -value)))
 
 
 def blocks(kind: GGMLQuantizationType, rows: int, inputs: int, seed: int) -> StoredTensor:
@@ -36,7 +38,7 @@ def blocks(kind: GGMLQuantizationType, rows: int, inputs: int, seed: int) -> Sto
 
 
 @settings(max_examples=60, deadline=None)
-@given(WEIGHTS)
+@given(weights_between(2.0**-100, 2.0**60))  # from normal scales to finite squares
 def test_eight_bits_are_within_half_a_step_of_the_floats(values: np.ndarray):
     weight = per_channel(torch.from_numpy(values))
     scales = weight.scales.double()
@@ -47,7 +49,7 @@ def test_eight_bits_are_within_half_a_step_of_the_floats(values: np.ndarray):
 
 
 @settings(max_examples=60, deadline=None)
-@given(WEIGHTS)
+@given(weights_between(2.0**-8, 2.0**15))  # scales and minimums that are normal numbers of 16 bits
 def test_four_bits_are_no_further_from_the_floats_than_codes_from_the_least_to_the_greatest_value(values: np.ndarray):
     weight = grouped(torch.from_numpy(values))
     assert (weight.bits, tuple(weight.scales.shape)) == (4, (values.shape[0], values.shape[1] // GROUP))
@@ -57,8 +59,10 @@ def test_four_bits_are_no_further_from_the_floats_than_codes_from_the_least_to_t
     step = np.where(high > low, (high - low) / 15, 1.0)
     plain = ((np.rint((wide - low) / step) * step + low - wide) ** 2).sum(axis=1)
     ours = ((weight.dequantized().numpy().reshape(-1, GROUP) - wide) ** 2).sum(axis=1)
-    # What float32 itself cannot tell apart: values beside a minimum a million times as large.
-    floor = GROUP * (np.abs(wide).max(axis=1) * 1e-6) ** 2
+    # What 16 bits cannot tell apart: values beside a minimum a thousand times as large.
+    floor = GROUP * (np.abs(wide).max(axis=1) * 2**-10) ** 2
+    assert torch.equal(weight.scales.half().float(), weight.scales)
+    assert torch.equal(weight.minimums.half().float(), weight.minimums)
     assert (ours <= plain * 1.0001 + floor).all()
 
 
@@ -144,6 +148,48 @@ def test_blocks_that_are_not_finite_are_refused():
         from_blocks(stored)
 
 
+@pytest.mark.parametrize("exponent", range(-40, 41, 4))
+def test_a_weight_times_a_power_of_two_is_as_near_in_four_bits_or_refused_with_the_way_out(exponent: int):
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(3)) * 0.05
+    if not -16 < exponent < 20:
+        with pytest.raises(ValueError, match=r"--quantization int8 takes it$"):
+            grouped(weight * 2.0**exponent)
+        return
+    off = float((grouped(weight).dequantized() - weight).norm())
+    scaled = grouped(weight * 2.0**exponent).dequantized() / 2.0**exponent
+    assert float((scaled - weight).norm()) < 1.02 * off
+
+
+def test_groups_that_are_next_to_nothing_beside_the_others_may_become_zero():
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(4)) * 0.05
+    weight[:4, :32] *= 2.0**-22
+    weight[4, :32] *= 2.0**-60
+    assert float((grouped(weight).dequantized() - weight)[:5, :32].abs().max()) < 2.0**-20
+
+
+def test_one_great_weight_does_not_excuse_the_loss_of_all_others():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)) * 2.0**-21
+    weight[0, 0] = 2.0**-6
+    with pytest.raises(ValueError, match="so small"):
+        grouped(weight)
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS, ids=lambda kind: kind.name)
+def test_the_least_halves_of_a_gguf_stay_what_they_were_in_16_bits(kind: GGMLQuantizationType):
+    """Products of a Q4_K's least factors too: they are whole numbers of the least number that there is."""
+    stored = blocks(kind, 32, 256, 0)
+    halves = 1 if kind is GGMLQuantizationType.Q4_0 else 2
+    rows = stored.data.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+    rows[:, : 2 * halves] = np.random.default_rng(1).integers(1, 16, (rows.shape[0], halves)).astype("<u2").view(np.uint8)
+    weight = from_blocks(stored)
+    assert weight.minimums is not None
+    assert 0 < float(weight.scales.abs().max()) < 2.0**-14
+    for numbers in (weight.scales, weight.minimums):
+        assert torch.equal(numbers.half().float(), numbers)
+    packed = pack_integers(weight, None, WeightMemory())
+    assert packed.panels.shape[0] == 1
+
+
 def test_inputs_that_are_no_whole_groups_are_refused():
-    with pytest.raises(ValueError, match="80 inputs are no multiple of 32"):
+    with pytest.raises(ValueError, match=r"80 inputs are no multiple of 32.*int8 takes it"):
         grouped(torch.ones(4, 80))

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from libs.errors import ErrorCode, TokenloomError
 from libs.models.directory import ModelDirectory
+from libs.models.gguf_index import read_index
 from libs.models.llama_config import LlamaConfig
-from services.worker.gguf_index import read_index
 from services.worker.weights import gguf_name, open_source, unpermute
 
 
@@ -98,6 +98,14 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path, config: LlamaConfi
         assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
+def test_a_source_tells_what_nobody_asked_for(tmp_path: Path, config: LlamaConfig):
+    tensors = {"blk.0.attn_q.bias": np.ones(64, np.float32), "rope_freqs.weight": np.ones(8, np.float32)}
+    tensors |= {"output.weight": np.ones((4, 32), np.float32), "output_norm.weight": np.ones(64, np.float32)}
+    source = open_source((write_gguf(tmp_path / "m.gguf", tensors),), config)
+    assert source.tensor("model.norm.weight") is not None
+    assert source.unused() == ["blk.0.attn_q.bias"]
+
+
 def test_what_is_no_gguf_is_refused(tmp_path: Path, config: LlamaConfig):
     (tmp_path / "m.gguf").write_bytes(b"PK\3\4" + bytes(100))
     with pytest.raises(TokenloomError, match="magic"):
@@ -127,8 +135,10 @@ def test_a_broken_safetensors_file_is_refused_by_its_name(tmp_path: Path, config
     assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
-def test_weights_stored_as_integers_are_refused(tmp_path: Path, config: LlamaConfig):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_stored_in_eight_bits_are_refused(tmp_path: Path, config: LlamaConfig, dtype: torch.dtype):
+    """Their scales are tensors of their own, of many names."""
     file = tmp_path / "a.safetensors"
-    save_file({"x.weight": torch.ones(8, dtype=torch.int8)}, file)
-    with pytest.raises(TokenloomError, match=r"x\.weight is stored as torch\.int8"):
+    save_file({"x.weight": torch.ones(8).to(dtype)}, file)
+    with pytest.raises(TokenloomError, match=rf"x\.weight is stored as {dtype}"):
         open_source((file,), config).tensor("x.weight")

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from bench.peers.weights import prepare
 from libs.models.gguf_import import import_gguf
+from libs.models.gguf_index import read_index
 from libs.models.gguf_metadata import GGUFMetadata
-from services.worker.gguf_index import read_index
 from services.worker.weights import unpermute
 from tests.unit.libs.models.gguf_files import BYTE_LEVEL_TOKENS, write_gguf
 

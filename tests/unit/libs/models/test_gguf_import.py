@@ -241,7 +241,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused_and_named(tmp_path):
         cut.write_bytes(whole[:size])
         target = tmp_path / f"{size}"
         target.mkdir()
-        with pytest.raises(TokenloomError, match=r"cut\.gguf") as caught:
+        with pytest.raises(TokenloomError, match=r"cut\.gguf cannot be read as GGUF: .*(cut short|empty|magic)") as caught:
             import_gguf(cut, target, name="m")
         assert caught.value.code is ErrorCode.INVALID_REQUEST
 

@@ -1,7 +1,8 @@
 """Where the tensors of a GGUF file lie, read in milliseconds.
 
-The gguf package's reader makes several array views for every string of the vocabulary (2 s for 49,152 tokens); a worker needs none of
-them, so its metadata is stepped over here. Layout: magic, version, tensor count, pair count, pairs, tensor infos, padding, data.
+The gguf package's reader makes several array views for every string of the vocabulary (2 s for 49,152 tokens) and trusts the file; a worker
+needs no metadata, so it is stepped over here, and every end is checked. Layout: magic, version, tensor count, pair count, pairs, tensor
+infos, padding, data.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def read_index(file: Path) -> dict[str, StoredTensor]:
         content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         return _Cursor(content).tensors()
-    except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise ValueError(f"not a complete GGUF: {error!r}") from error
+    except (struct.error, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a complete GGUF: its header is cut short or damaged ({error})") from error
 
 
 class _Cursor:
@@ -110,6 +111,6 @@ class _Cursor:
         row_bytes = shape[-1] // per_block * block_bytes
         rows = int(np.prod(shape[:-1], dtype=np.int64))
         if offset + rows * row_bytes > len(self._content):
-            raise ValueError(f"{name} ends beyond the end of the file")
+            raise ValueError(f"{name} ends beyond the end of the file, which is cut short")
         data = np.frombuffer(self._content, np.uint8, rows * row_bytes, offset)
         return StoredTensor(name, kind, data.reshape(*shape[:-1], row_bytes))
