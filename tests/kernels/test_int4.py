@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from libs.errors import ErrorCode, TokenloomError
 from services.worker.ops.base import HeadShape, Ops, PackedLinear
 from services.worker.ops.cpu import CpuOps
 from services.worker.ops.native import CpuLibrary, Team
@@ -78,6 +79,14 @@ def test_scales_of_16_bits_are_read_as_they_are(integer_ops: CpuOps, scale: floa
     weight = QuantizedWeight(4, torch.ones(32, 32, dtype=torch.int8), scales, -scales / 2 if scale == 1.0 else None)
     x = torch.full((1, 32), 127.0)
     assert torch.equal(product(integer_ops, weight, x), (weight.dequantized().sum(1) * 127)[None])
+
+
+@pytest.mark.parametrize(("scale", "minimum"), [(1e-9, 0.0), (1.0, 3e-8), (1e-5, 0.0), (7e4, 0.0), (1.0, -7e4)])
+def test_what_16_bits_do_not_hold_is_refused_with_the_way_out(best: CpuLibrary, scale: float, minimum: float):
+    weight = QuantizedWeight(4, torch.ones(32, 32, dtype=torch.int8), torch.full((32, 1), scale), torch.full((32, 1), minimum))
+    with pytest.raises(TokenloomError, match=r"--quantization int8 takes them$") as caught:
+        CpuOps(best, Team(best, 1)).pack_linear(weight, None)
+    assert caught.value.code is ErrorCode.UNSUPPORTED
 
 
 def test_a_row_has_the_same_bits_for_every_number_of_rows_and_threads(integer_ops: CpuOps):
