@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from prometheus_client import Counter, Gauge, Histogram, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
 
 from libs.store.metrics import StoreMetrics
@@ -23,13 +23,47 @@ _OUTCOMES = {
 
 
 @dataclass(frozen=True, slots=True)
+class _Kinds:
+    """Makes metrics of one registry, of the kinds that a worker has."""
+
+    registry: CollectorRegistry
+
+    def step_time(self, name: str, text: str) -> Histogram:
+        """Seconds, in buckets for steps."""
+        return Histogram(_PREFIX + name, text, buckets=STEP_BUCKETS, registry=self.registry)
+
+    def amount(self, name: str, text: str) -> Histogram:
+        """Tokens or rows of a step."""
+        return Histogram(_PREFIX + name, text, buckets=TOKEN_BUCKETS, registry=self.registry)
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """What only grows."""
+        return Counter(_PREFIX + name, text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        """What is as it is now."""
+        return Gauge(_PREFIX + name, text, registry=self.registry)
+
+
 class CompilerMetrics:
     """How the compilers of constraints fare; see libs.helper_pool.PoolObserver."""
 
-    _running: Gauge
-    _busy: Gauge
-    _queue: Histogram
-    _restarts: Counter
+    def __init__(self, kinds: _Kinds) -> None:
+        self._running = kinds.gauge(
+            "worker_constraint_compilers", "Processes that compile constraints. Below --constraint-compilers for long: see the log."
+        )
+        self._busy = kinds.gauge(
+            "worker_constraint_compilers_busy", "Those that compile now. All of them for long: raise --constraint-compilers."
+        )
+        self._queue = kinds.step_time(
+            "worker_constraint_queue_seconds", "Time constraints wait for a compiler. Seconds: raise --constraint-compilers."
+        )
+        self._restarts = kinds.counter(
+            "worker_constraint_compiler_restarts",
+            "Compilers replaced. timeout or died: a client's constraint reached its limit, which protects the others; "
+            "yielded: it took long, and others waited; see the log.",
+            "reason",
+        )
 
     def size(self, running: int) -> None:
         """See PoolObserver."""
@@ -90,61 +124,50 @@ class WorkerMetrics:
         registry.register(self._waiting)  # first of all: who reads the others has them counted by then
         self.store = StoreMetrics(registry)
 
-        def step_time(name: str, text: str) -> Histogram:
-            return Histogram(_PREFIX + name, text, buckets=STEP_BUCKETS, registry=registry)
-
-        def amount(name: str, text: str) -> Histogram:
-            return Histogram(_PREFIX + name, text, buckets=TOKEN_BUCKETS, registry=registry)
-
-        self._step = step_time(
-            "worker_step_seconds", "Whole step. Long steps make inter-token latency: lower --max-num-batched-tokens or add workers."
-        )
-        self._forward = step_time(
-            "worker_forward_seconds", "Forward pass of a step. If it grows at equal batch size, something else uses this machine's CPUs."
-        )
-        self._sample = step_time("worker_sample_seconds", "Sampling of a step. High values: wide top_p without top_k sorts the vocabulary.")
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(_PREFIX + name, text, labels, registry=registry)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(_PREFIX + name, text, registry=registry)
-
-        self._idle = counter(
-            "worker_idle_seconds",
-            "Time between steps while batches keep coming. If it rises under load, the scheduler or the network is the bottleneck.",
-        )
-        self._tokens_per_batch = amount("worker_batch_tokens", "Tokens computed per step. Always at the limit: prefill-bound, add workers.")
-        self._rows_per_batch = amount("worker_batch_rows", "Sequences per step. Low under load: raise --max-num-seqs or the KV cache.")
-        self._tokens = counter("worker_tokens", "Tokens computed, by phase. Far above what clients are billed: recomputation.", "phase")
-        self._batches = counter(
-            "batches", "Steps by outcome. not_run follows a failed one or a new leader; failed needs a look at the worker's log.", "outcome"
-        )
-        self._slots = gauge("worker_slots_used", "Sequences in slots. At --max-num-seqs, others wait.")
-        self._blocks = gauge("worker_kv_blocks", "KV blocks on the device: the capacity that the scheduler shares out.")
-        self._load = gauge("worker_weights_load_seconds", "Time the weights took to load. Long: slow disk, or a quantised file.")
-        self._constraints = counter(
+        kinds = _Kinds(registry)
+        self._make_steps(kinds)
+        self._slots = kinds.gauge("worker_slots_used", "Sequences in slots. At --max-num-seqs, others wait.")
+        self._blocks = kinds.gauge("worker_kv_blocks", "KV blocks on the device: the capacity that the scheduler shares out.")
+        self._load = kinds.gauge("worker_weights_load_seconds", "Time the weights took to load. Long: slow disk, or a quantised file.")
+        self._constraints = kinds.counter(
             "worker_constraints",
             "Constraints by what became of them. busy: raise --constraint-compilers or --constraint-queue; refused: clients' mistakes.",
             "outcome",
         )
-        self._compile = step_time(
+        self._compile = kinds.step_time(
             "worker_constraint_compile_seconds",
             "Compiling of a constraint, beside the steps. High values: clients send grammars of thousands of rules.",
         )
-        self.compilers = CompilerMetrics(
-            gauge("worker_constraint_compilers", "Processes that compile constraints. Below --constraint-compilers for long: see the log."),
-            gauge("worker_constraint_compilers_busy", "Those that compile now. All of them for long: raise --constraint-compilers."),
-            step_time("worker_constraint_queue_seconds", "Time constraints wait for a compiler. Seconds: raise --constraint-compilers."),
-            counter(
-                "worker_constraint_compiler_restarts",
-                "Compilers replaced. timeout or died: a client's constraint reached its limit, which protects the others; "
-                "yielded: it took long, and others waited; see the log.",
-                "reason",
-            ),
-        )
+        self.compilers = CompilerMetrics(kinds)
         for outcome in ("compiled", "cached", "refused", "busy"):
             self._constraints.labels(outcome)
+
+    def _make_steps(self, kinds: _Kinds) -> None:
+        self._step = kinds.step_time(
+            "worker_step_seconds", "Whole step. Long steps make inter-token latency: lower --max-num-batched-tokens or add workers."
+        )
+        self._forward = kinds.step_time(
+            "worker_forward_seconds", "Forward pass of a step. If it grows at equal batch size, something else uses this machine's CPUs."
+        )
+        self._sample = kinds.step_time(
+            "worker_sample_seconds", "Sampling of a step. High values: wide top_p without top_k sorts the vocabulary."
+        )
+        self._idle = kinds.counter(
+            "worker_idle_seconds",
+            "Time between steps while batches keep coming. If it rises under load, the scheduler or the network is the bottleneck.",
+        )
+        self._tokens_per_batch = kinds.amount(
+            "worker_batch_tokens", "Tokens computed per step. Always at the limit: prefill-bound, add workers."
+        )
+        self._rows_per_batch = kinds.amount(
+            "worker_batch_rows", "Sequences per step. Low under load: raise --max-num-seqs or the KV cache."
+        )
+        self._tokens = kinds.counter(
+            "worker_tokens", "Tokens computed, by phase. Far above what clients are billed: recomputation.", "phase"
+        )
+        self._batches = kinds.counter(
+            "batches", "Steps by outcome. not_run follows a failed one or a new leader; failed needs a look at the worker's log.", "outcome"
+        )
         for outcome in _OUTCOMES.values():
             self._batches.labels(outcome)
         for phase in ("prefill", "decode"):
