@@ -73,7 +73,7 @@ def missing(server: Server, round_number: int, workloads: Sequence[str] | None, 
     `gated`: the answer to the accuracy gate belongs to what must be known of a server that can be asked.
     """
     wanted = loads(server, round_number, workloads)
-    rest = [load for load in wanted if good(load.file(out)) is None]
+    rest = [load for load in wanted if good(load.file(out)) is None and unfinished(load.file(out)) is None]
     facts = good(folder(out, round_number, server.name) / "server.json")
     known = facts is not None and (not gated or server.exact is None or "equal" in facts.get("gate", {}))
     return rest if rest or known else wanted
@@ -83,6 +83,12 @@ def good(file: Path) -> dict[str, Any] | None:
     """A result that is none of a failure."""
     content = read(file)
     return None if content is None or "failed" in content else content
+
+
+def unfinished(file: Path) -> float | None:
+    """The seconds after which a load that had not ended was given up; None: it was not. That is a result: it is not tried again."""
+    seconds = (read(file) or {}).get("unfinished_s")
+    return None if seconds is None else float(seconds)
 
 
 def disturbed(result: dict[str, Any]) -> bool:

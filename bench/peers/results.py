@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.peers.plan import disturbed, folder, good, loads, perplexity_file, read, stolen
+from bench.peers.plan import disturbed, folder, good, loads, perplexity_file, read, stolen, unfinished
 from bench.peers.servers import BOUND_BY_MEMORY, BUSY, Server
 from bench.peers.targets import TARGETS, Reached, median, reached
 
@@ -51,11 +51,14 @@ class Results:
         self.machines = {number: read(out / f"round-{number}" / "machine.json") or {} for number in self.rounds}
         self.facts: dict[tuple[str, int], dict[str, Any]] = {}
         self.runs: dict[tuple[str, str, int], dict[str, Any]] = {}
+        self.endless: dict[tuple[str, str, int], float] = {}
         for number in self.rounds:
             for server in servers:
                 self.facts[server.name, number] = read(folder(out, number, server.name) / "server.json") or {}
                 for load in loads(server, number, None):
-                    result = good(load.file(out))
+                    seconds, result = unfinished(load.file(out)), good(load.file(out))
+                    if seconds is not None:
+                        self.endless[server.name, load.name, number] = seconds
                     if result is not None:
                         self.runs[server.name, load.name, number] = result
 
@@ -100,12 +103,18 @@ class Results:
         return statistics.median(found) if found else None
 
     def slowdown(self, server: str, load: str) -> float | None:
-        """How many times slower a load is beside a busy process: the median of the rounds' ratios of output tokens a second."""
-        pairs = [
-            (self.figure("output_tokens_per_s", server, load, number), self.figure("output_tokens_per_s", server, load + BUSY, number))
-            for number in self.rounds
-        ]
-        found = [quiet / beside for quiet, beside in pairs if quiet and beside]
+        """How many times slower a load is beside a busy process: the median of the rounds' ratios of output tokens a second.
+
+        A load that had not ended when it was given up is so many times slower at least as it had more seconds.
+        """
+        found = []
+        for number in self.rounds:
+            quiet, beside = (self.figure("output_tokens_per_s", server, name, number) for name in (load, load + BUSY))
+            seconds = self.endless.get((server, load + BUSY, number))
+            if quiet and beside:
+                found.append(quiet / beside)
+            elif quiet and seconds:
+                found.append(seconds / self.runs[server, load, number]["cpu"]["wall_s"])
         return statistics.median(found) if found else None
 
     def gate(self, server: Server) -> tuple[str, bool | None]:
@@ -194,14 +203,17 @@ class Results:
                 found.append(f"{where}: {facts['without_usage']} answers without usage are missing from the rates")
             if facts["short_outputs"]:
                 found.append(f"{where}: {facts['short_outputs']} outputs ended early")
+        for (name, load, number), seconds in sorted(self.endless.items()):
+            found.append(f"round {number}, {name} {load}: had not ended after {seconds:.0f} s")
         return found + self.absent()
 
     def absent(self) -> list[str]:
         """What was asked for and has no result."""
+        known = self.runs.keys() | self.endless.keys()
         found = []
         asked = [(server, number) for server in self.servers for number in self.rounds if server.rounds is None or number <= server.rounds]
         for server, number in asked:
-            names = [load.name for load in loads(server, number, self._workloads) if (server.name, load.name, number) not in self.runs]
+            names = [load.name for load in loads(server, number, self._workloads) if (server.name, load.name, number) not in known]
             if names:
                 found.append(f"round {number}, {server.name}: no result of {', '.join(names)}")
         return found + [f"{name}: no perplexity" for name, found_ in self.perplexities.items() if found_ is None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,15 @@ def test_a_slowdown_in_company_must_not_be_above_the_peers(out: Path):
     beside = found["slowdown beside a busy process, workload b, not above vllm's"]
     assert (beside.wanted, beside.reached, beside.verdict) == ("2.00x", "3.00x", "NOT met")
     assert found["slowdown beside a busy process, workload b, not above llamacpp's"].verdict == "not measured"
+
+
+def test_a_load_in_company_that_had_not_ended_is_slower_by_its_seconds_at_least_and_not_missed(out: Path):
+    before = results(out)
+    put(out, "vllm", "b+busy", 1, {"failed": "it had not ended", "unfinished_s": 150.0})
+    found = results(out)
+    assert found.slowdown("vllm", "b") == statistics.median([15.0, *([before.slowdown("vllm", "b")] * (len(found.rounds) - 1))])
+    assert "round 1, vllm b+busy: had not ended after 150 s" in found.marked()
+    assert found.absent() == before.absent()
 
 
 def test_doubtful_runs_are_named(out: Path):

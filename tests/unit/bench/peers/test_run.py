@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.peers.plan import read
+from bench.peers.plan import read, unfinished
 from bench.peers.run import Comparison
 from bench.peers.servers import Server
 from bench.peers.weights import SharedWeights
@@ -57,7 +57,7 @@ class Measurements:
 
 
 def compare(out: Path, measurements: Measurements, monkeypatch: pytest.MonkeyPatch, *servers: Server) -> None:
-    monkeypatch.setattr(Comparison, "_run", lambda self, command: measurements(self, command))
+    monkeypatch.setattr(Comparison, "_run", lambda self, command, bound_s=0.0: measurements(self, command))
     monkeypatch.setattr("bench.peers.run._SETTLE_S", 0.3)
     Comparison(servers, WEIGHTS, None, 1, None, out, (), print).run()
 
@@ -119,3 +119,19 @@ def test_a_server_that_does_not_start_is_noted_and_the_others_run(
     assert "cannot be run" in (read(tmp_path / "round-1" / "absent" / "server.json") or {})["failed"]
     assert "failed" not in (read(tmp_path / "round-1" / "good" / "server.json") or {"failed": ""})
     assert capsys.readouterr().out.count("DID NOT START") == 2
+
+
+def test_a_load_in_company_that_does_not_end_is_a_result_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loads: list[float] = []
+
+    def hangs(_self: Comparison, command: list[str], bound_s: float = 0.0) -> subprocess.CompletedProcess[str]:
+        loads.append(bound_s)
+        return subprocess.CompletedProcess(command, 124, "", "it took longer")
+
+    monkeypatch.setattr(Comparison, "_run", hangs)
+    monkeypatch.setattr("bench.peers.run._SETTLE_S", 0.0)
+    server = Server("slow", "Slow", GOOD.command, loads=("b+busy",))
+    for _ in range(2):
+        Comparison([server], WEIGHTS, None, 1, None, tmp_path, (), print).run()
+    assert unfinished(tmp_path / "round-1" / "slow" / "b+busy.json") == 150.0
+    assert loads.count(150.0) == 1
